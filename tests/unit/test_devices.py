@@ -148,6 +148,7 @@ def test_a_run_sends_its_data_to_the_parameters(data: tuple[Tensor, Tensor], mon
         seen.append(device)
         raise InterruptedError
 
+    # Nothing can be sampled on the only other device that every machine has: what is asked of the data is watched.
     monkeypatch.setattr(sys.modules["isosgd.sampling.run"], "as_data", stop)
     there = {"w": torch.zeros(3, device="meta")}
     monkeypatch.setattr(Target, "initial", lambda self, init=None, device=None: there)

@@ -27,22 +27,18 @@ def chains_of(target: Target, data: tuple[Tensor, ...], batch_size: int, count: 
 
 
 @pytest.mark.long
-def test_a_network_fits_the_data_before_it_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With so few data the posterior density has a mode where weights are small and all is noise, far from its mass."""
-    found = []
-    for steps in (optimise.FIT_STEPS, 0):
-        monkeypatch.setattr(optimise, "FIT_STEPS", steps)
-        chains = chains_of(Target.from_module(suite.net(1, seed=0), "gaussian"), suite.wave(), 20)
-        chains.evaluate()
-        for _ in range(20):
-            chains.probe_curvature()
-        spent = optimise.InitialOptimisation(chains, 2400, lambda: None).run()
-        likely = chains.log_likelihood(tuple(x.expand(2, *x.shape) for x in suite.wave()))
-        found.append((-float(likely.mean(-1).min()), spent))
-    (fitted, _), (dull, _) = found
-    assert dull > 0.7  # a straight line, and noise of about .6
-    assert fitted < 0.0
-    assert all(spent <= 2400 + 120 for _, spent in found)
+def test_a_network_fits_the_data_before_it_is_sampled() -> None:
+    """With so few data the posterior density has a mode where weights are small and all is noise, far from its mass.
+
+    There, with a straight line and noise of about .6, the mean loss is above .7.
+    """
+    chains = chains_of(Target.from_module(suite.net(1, seed=0), "gaussian"), suite.wave(), 20)
+    chains.evaluate()
+    for _ in range(20):
+        chains.probe_curvature()
+    spent = optimise.InitialOptimisation(chains, 2400, lambda: None).run()
+    likely = chains.log_likelihood(tuple(x.expand(2, *x.shape) for x in suite.wave()))
+    assert -float(likely.mean(-1).min()) < 0.0 and spent <= 2400 + 120
 
 
 def started(prior: float, rows: float, start: float) -> optimise.InitialOptimisation:

@@ -108,11 +108,11 @@ def test_a_stored_run_of_a_head_is_resumed_with_the_whole_network(tmp_path, data
 
 
 def test_predictions_of_a_head_go_through_the_body_once_and_are_those_of_the_network(data):
-    model = Body()
+    model, calls = Body(), []
+    model.body.register_forward_hook(lambda *_: calls.append(1))
     target = Target.from_module(model, "categorical", sampled="last_layer")
     posterior = sample(target, data, batch_size=20, **SHORT)
-    calls = []
-    target.module._module.body.register_forward_hook(lambda *_: calls.append(1))
+    calls.clear()
     found = posterior.predict(data[0])
     assert len(calls) == 3  # two rows to check them, the trial, and all examples
     each = posterior.predict(data[0], function=lambda network, params, x: network(x).softmax(1))
@@ -238,13 +238,13 @@ def test_halves_are_the_nearest_bfloat16_and_what_is_not_a_number_stays_none():
 @pytest.mark.parametrize("kind", [SGLD, SGHMC])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_a_plain_step_is_the_same_as_one_with_float32_copies(kind, layout):
+    """Which a step that may be captured in a graph makes."""
+
     def parameters(plain: bool) -> Tensor:
         p = nn.Parameter(torch.linspace(-3, 3, 72).view(2, 4, 3, 3).bfloat16().contiguous(memory_format=layout))
         start = p.detach().clone()
         sampler = kind([p], num_data=100, lr=1e-4, weight_decay=0.1, generator=torch.Generator().manual_seed(0),
-                       innovations="normal")  # fmt: skip
-        if not plain:
-            sampler._plain = lambda: False  # type: ignore[method-assign]
+                       innovations="normal", capturable=not plain)  # fmt: skip
         for step in range(5):
             p.grad = torch.full_like(p, 0.1 * step)
             sampler.step()

@@ -367,7 +367,10 @@ def test_the_start_has_its_share_of_predictions_and_none_of_the_diagnostics() ->
 @pytest.mark.long
 @pytest.mark.parametrize(("bound", "value"), [("SURE_CHOSEN", 1e6), ("LEAST_GAIN", 10.0)])
 def test_a_gain_that_may_be_chance_is_not_taken(bound: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Better than the start, but not surely, or not by much: the start comes back; one temperature is one run."""
+    """Better than the start, but not surely, or not by much: the start comes back; one temperature is one run.
+
+    By how much a run is better is a matter of chance, so that the bounds are moved, not the data.
+    """
     monkeypatch.setattr(f"isosgd.sampling.trained.{bound}", value)
     model, settings = trained(steps=10), {**SHORT, "ladder": [1.0], "keep_every": 50}
     with pytest.warns(SamplingWarning, match=r"surely \(0\.\d+ ± 0\.\d+ better\): the draws are the starts"):
