@@ -171,8 +171,7 @@ def _lead(posterior: Posterior, subject: Subject) -> str:
     size = sum(math.prod(shape) for shape in posterior.shapes.values())
     target = info.get("target") or {}
     likelihood = target.get("likelihood")
-    known = isinstance(likelihood, Mapping) and not likelihood.get("callable")
-    named = likelihood.get("name") if known else None
+    named = likelihood.get("name") if isinstance(likelihood, Mapping) and not likelihood.get("callable") else None
     what = subject.network or (target.get("model") if isinstance(target.get("model"), str) else None) or "a model"
     chains = "chain" if posterior.num_chains == 1 else "chains"
     count, first = len(posterior), posterior.num_chains * info.get("from_start", 0)
