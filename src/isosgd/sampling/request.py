@@ -129,7 +129,7 @@ class RunRequest:
     def _going_on(self, writer: Writer, identity: Info) -> Writer | None:
         """The writer, after checking that the stored run is this one; None, closed, if it has all draws."""
         manifest, folder, now = writer.manifest, writer.folder, unpack(plain(identity))
-        same = differences(_without_length(manifest.identity, now), _without_length(now, now))
+        same = differences(_without_length(complete_identity(manifest.identity), now), _without_length(now, now))
         found = [*self._cut_short(manifest, now), *same]
         if found:
             raise ValueError(
@@ -169,6 +169,18 @@ class RunRequest:
             return [f"{change}, which watches predictions from the first draw on: give a number"]
         before, after = (MOST_DRAWS if s.get("budget") is None else s["budget"] for s in (then, asked))
         return [f"settings.budget was {before} and is {after}: {shorter}"] if after < before else []
+
+
+def complete_identity(identity: Info) -> Info:
+    """An identity whose target says what the temperature acts on; older folders have only the option."""
+    target, settings = identity.get("target"), identity.get("settings")
+    describes = target.get("describes") if isinstance(target, dict) else None
+    options = settings.get("options") if isinstance(settings, dict) else None
+    if not (isinstance(target, dict) and isinstance(describes, dict) and isinstance(options, dict)):
+        return identity
+    if options.get("tempered") != "likelihood":
+        return identity
+    return {**identity, "target": {**target, "describes": {**describes, "tempered": "likelihood"}}}
 
 
 def _without_length(identity: Info, now: Info) -> Info:

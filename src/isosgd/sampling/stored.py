@@ -11,7 +11,7 @@ from typing import Any
 from isosgd.differences import as_lines, differences
 from isosgd.errors import listed, warn_caller
 from isosgd.posterior import Posterior
-from isosgd.sampling.request import fingerprint
+from isosgd.sampling.request import complete_identity, fingerprint
 from isosgd.store import DamagedError, Manifest, Shards, StoredDraws, StoredState, StoreError
 from isosgd.store.draws import Damaged, check_file, look, read_tensors
 from isosgd.store.files import plain, unpack
@@ -75,8 +75,9 @@ def load(
         _warn_of_lengths(manifest, draws, path if isinstance(path, str | Path) else None)
     if target is not None:
         _check_target(folder, manifest, target)
-        stored = manifest.info.get("target")
-        target = target.tempered(stored.get("tempered", "both") if isinstance(stored, dict) else "both")
+        about = manifest.info.get("target"), manifest.info.get("options")  # older folders have only the options
+        alone = any(isinstance(part, dict) and part.get("tempered") == "likelihood" for part in about)
+        target = target.tempered("likelihood" if alone else "both")
     info = {
         **info_of(manifest.info, draws.chains),
         "complete": manifest.complete,
@@ -194,7 +195,7 @@ def _check_alike(one: Path, first: Manifest, other: Path, second: Manifest) -> N
         raise ValueError(f"{one} is a run of several data sets, which are compared each on its own: load it alone")
 
     def known(manifest: Manifest, same_start: bool) -> Info:
-        identity, settings = manifest.identity, manifest.identity.get("settings", {})
+        identity, settings = complete_identity(manifest.identity), manifest.identity.get("settings", {})
         at_start = () if same_start else ("loss", "gradient")  # they depend on the start
         about = {k: v for k, v in identity.get("target", {}).items() if k not in ("start", *at_start)}
         specs = {name: asdict(spec) for name, spec in manifest.tensors.items()}
