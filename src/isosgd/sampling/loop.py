@@ -1,7 +1,6 @@
 """The sampling loop: warm chains up, take their steps, and hand each draw to a recorder.
 
-`draw_all` goes through all chains; `draw_from` is the life of chains that run together, from the warm-up to the last
-draw.
+`draw_all` goes through all chains; `_Drawing` takes chains that run together from the warm-up to the last draw.
 """
 
 from __future__ import annotations
@@ -77,8 +76,8 @@ def draw_all(
                 before[ended.drawn] = ended.stopped
             continue
         chains.log_to(bar.note)
-        drawing = _Drawing(chains, first, recorder, stream, group[0].first if group else first)
-        drawing.steps = draw_from(drawing, plan, bar, saved, note)
+        leader = group[0].first if group else first
+        drawing = _Drawing(chains, first, recorder, plan, bar, note, stream, leader, saved)
         drawing.turn(None)  # the warm-up; chains that do not wait for others continue to the first look or the end
         del chains, item
         group.append(drawing)
@@ -89,8 +88,8 @@ def draw_all(
     going += _taking_turns(group, plan)
     reason = ""
     for look in looks(plan.draws) if plan.auto else ():
-        _take_turns([one for one in going if one.watch is not None and len(one.watch.traces) < look], "")
-        watches = {drawing.first: drawing.watch for drawing in going if drawing.watch is not None}
+        _take_turns([one for one in going if one.at_look and one.drawn < look], "")
+        watches = {one.first: one.watch for one in going if one.at_look and one.watch is not None}
         traces = {first + k: x for first, watch in watches.items() for k, x in watch.so_far(look).items()}
         if ranks is not None:
             every = ranks.gather({"traces": traces if ranks.leads else {}, "before": before})
@@ -101,41 +100,9 @@ def draw_all(
             reason = verdict(dict(sorted(traces.items())), plan.total, plan.chains_per_set, look, plan.draws)
         if reason or not traces:
             break
-    _take_turns([drawing for drawing in going if drawing.watch is not None], reason)
+    _take_turns([drawing for drawing in going if drawing.at_look], reason)
     if reason:
         bar.note(reason)
-
-
-class _Drawing:
-    """Chains that are being sampled.
-
-    Attributes:
-        watch: their predictions, while they pause at a look; else None.
-        in_turns: whether they are warmed up and take turns with other chains.
-        group: index of the first chain of those that take turns.
-        side_by_side: how many take turns.
-        deadline: when they must end.
-        steps: the generator `draw_from`.
-    """
-
-    steps: Generator[Watch | None, str | None, None]
-
-    def __init__(self, chains: Chains, first: int, recorder: Recorder, stream: _Stream, group: int) -> None:
-        self.chains, self.first, self.recorder, self.stream, self.group = chains, first, recorder, stream, group
-        self.watch: Watch | None = None
-        self.in_turns, self.side_by_side, self.deadline = False, 1, math.inf
-
-    def turn(self, stop: str | None) -> bool:
-        """Continue until the next pause; returns whether that is a look or the end. ``stop`` answers the last look."""
-        target = self.chains.target
-        with self.stream, fastest_products(self.chains.alive.device), target.using(self.chains.buffers):
-            try:
-                self.watch = self.steps.send(None if self.watch is None else stop)
-            except StopIteration:
-                self.stream.finish()
-                self.watch, self.in_turns = None, False
-                return True
-        return self.watch is not None
 
 
 def _taking_turns(group: list[_Drawing], plan: DrawPlan) -> list[_Drawing]:
@@ -146,7 +113,7 @@ def _taking_turns(group: list[_Drawing], plan: DrawPlan) -> list[_Drawing]:
         drawn = sum(ended.drawn * ended.count for ended in drawing.recorder.results)
         drawing.deadline = plan.deadline_of(len(in_turns) * drawing.chains.count, group[0].first, drawn)
     _take_turns(in_turns, None)
-    return [drawing for drawing in group if drawing.watch is not None]
+    return [drawing for drawing in group if drawing.at_look]
 
 
 def _take_turns(drawings: list[_Drawing], stop: str | None) -> None:
@@ -155,176 +122,218 @@ def _take_turns(drawings: list[_Drawing], stop: str | None) -> None:
         drawings = [drawing for drawing in drawings if not drawing.turn(stop)]
 
 
-class _Stream:
-    """A CUDA stream as a context that can be entered repeatedly; without a stream it does nothing."""
-
-    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
-        self.stream = stream
-        self._entered: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._entered.append(nullcontext() if self.stream is None else torch.cuda.stream(self.stream))
-        self._entered[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
-
-    def finish(self) -> None:
-        """Wait until all work on the stream is done."""
-        if self.stream is not None:
-            self.stream.synchronize()
-
-
-class _Streams:
-    """Makes a stream for each chain, and tells whether there is memory for another chain."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.reserved = most, torch.cuda.memory_reserved() if most > 1 else 0
-
-    def next(self, others: int) -> _Stream:
-        """The stream of the next chain, which runs beside ``others``."""
-        if self.most == 1:
-            return _Stream()
-        if not others:
-            torch.cuda.empty_cache()
-            self.reserved = torch.cuda.memory_reserved()
-        found = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        found.wait_stream(torch.cuda.current_stream())
-        return _Stream(found)
-
-    def has_room_for(self, count: int) -> bool:
-        """Whether ``count`` chains fit, if the last takes as much memory as each of the others, with some to spare."""
-        if count > self.most:
-            return False
-        each = (torch.cuda.memory_reserved() - self.reserved) / (count - 1)
-        return torch.cuda.mem_get_info()[0] > MEMORY_FOR_ANOTHER * each
-
-
-def draw_from(
-    drawing: _Drawing, plan: DrawPlan, bar: Progress, saved: State | None = None, note: Note | None = None
-) -> Generator[Watch | None, str | None, None]:
-    """Warm up chains and draw from them; with ``auto``, pause before the first draw and where convergence is judged.
+class _Drawing:
+    """Chains that run together, from their warm-up to the last draw.
 
     Args:
-        drawing: the chains and their recorder.
-        saved: a state from `Recorder.mark` to resume from.
+        first: index of the first chain.
         note: called with gradients, loss, rates and the first chain's index at every draw.
+        group: index of the first chain of those that take turns.
+        saved: a state from `Recorder.mark` to resume from.
 
-    Yields:
-        The predictions so far; the answer is the reason to stop, empty to continue. Or None where other chains may
-        continue.
+    Attributes:
+        at_look: whether they pause where convergence is judged.
+        watch: records predictions, with ``draws="auto"``.
+        in_turns: whether they are warmed up and take turns with other chains.
+        side_by_side: how many take turns.
+        deadline: when they must end.
     """
-    chains, first, recorder = drawing.chains, drawing.first, drawing.recorder
-    label = f"chain {first + 1}/{plan.total} " if chains.many is None and plan.total > 1 else ""
-    result, chains.trained = ChainsResult(first, chains.count), plan.trained
-    drawn_before = sum(ended.drawn * ended.count for ended in recorder.results)
-    drawing.deadline = plan.deadline_of(chains.count, drawing.group, drawn_before)
-    chains.deadline = time.monotonic() + WARMUP_TIME * (drawing.deadline - time.monotonic())
-    chains.heating = Heat(plan.draws, drawing.deadline) if plan.heated else None
-    done, drawn, levels = 0, 0, list[Tensor]()
-    leapfrogs = _leapfrog_steps(chains, plan, bar)
-    multi_step: MultiStep | GraphSteps | LeapfrogMultiStep | None = leapfrogs
-    watch: Watch | None = None
-    if plan.compile_after is not None:
-        accelerate(chains)
-    if saved is not None:
-        saved = moved(saved, chains.alive.device)
-        load_state(chains, saved["chains"])
-        bar.skip(chains.count * chains.gradients)
-    elif first in plan.begin:
-        take_over(chains, plan.begin[first])
-    try:
+
+    def __init__(
+        self, chains: Chains, first: int, recorder: Recorder, plan: DrawPlan, bar: Progress, note: Note | None,
+        stream: _Stream, group: int, saved: State | None,
+    ) -> None:  # fmt: skip
+        self.chains, self.first, self.recorder, self.plan = chains, first, recorder, plan
+        self.bar, self.note, self.stream, self.group = bar, note, stream, group
+        self.label = f"chain {first + 1}/{plan.total} " if chains.many is None and plan.total > 1 else ""
+        self.result = ChainsResult(first, chains.count)
+        self.at_look = self.in_turns = False
+        self.side_by_side, self.deadline = 1, math.inf
+        self.watch: Watch | None = None
+        self.multi_step: MultiStep | GraphSteps | LeapfrogMultiStep | None = None
+        self.noise_every = 0
+        self.done = self.drawn = 0  # steps and draws since the warm-up
+        self.levels: list[Tensor] = []  # loss at each draw
+        self._turns = self._run(saved)
+
+    def turn(self, stop: str | None) -> bool:
+        """Continue until the next pause; returns whether that is a look or the end. ``stop`` answers the last look."""
+        target = self.chains.target
+        with self.stream, fastest_products(self.chains.alive.device), target.using(self.chains.buffers):
+            try:
+                self.at_look = self._turns.send(stop if self.at_look else None)
+            except StopIteration:
+                self.stream.finish()
+                self.at_look = self.in_turns = False
+                return True
+        return self.at_look
+
+    def _run(self, saved: State | None) -> Generator[bool, str | None, None]:
+        """Warm up and draw.
+
+        Yields:
+            True at a look, which is answered by the reason to stop, empty to continue; False where other chains may
+            continue.
+        """
+        try:
+            gap = self._warm_up(None if saved is None else moved(saved, self.chains.alive.device))
+            yield from self._draw(gap, saved)
+        except DivergedError:
+            pass  # of every chain, as `chains.failures` says
+        self._finish()
+
+    def _warm_up(self, saved: State | None) -> float:
+        """Warm up, take over, or resume; returns the steps between draws."""
+        chains, plan, result = self.chains, self.plan, self.result
+        chains.trained = plan.trained
+        drawn_before = sum(ended.drawn * ended.count for ended in self.recorder.results)
+        self.deadline = plan.deadline_of(chains.count, self.group, drawn_before)
+        chains.deadline = time.monotonic() + WARMUP_TIME * (self.deadline - time.monotonic())
+        chains.heating = Heat(plan.draws, self.deadline) if plan.heated else None
+        self.multi_step = leapfrogs = _leapfrog_steps(chains, plan, self.bar)
+        if plan.compile_after is not None:
+            accelerate(chains)
+        if saved is not None:
+            load_state(chains, saved["chains"])
+            self.bar.skip(chains.count * chains.gradients)
+        elif self.first in plan.begin:
+            take_over(chains, plan.begin[self.first])
         if saved is None or saved["stage"] == "warmup":
-            result.reports = _warm_up(chains, first, plan, bar, recorder, saved, leapfrogs)
+            result.reports = self._find_rates(saved, leapfrogs)
         else:
             result.reports = [report_from(report) for report in saved["reports"]]
-            done, drawn, levels = saved["done"], saved["drawn"], list(saved["levels"].unbind())
+            self.done, self.drawn, self.levels = saved["done"], saved["drawn"], list(saved["levels"].unbind())
             result.lengths = saved["lengths"]
-        recorder.warmed(result)
+        self.recorder.warmed(result)
         gap = result.reports[0].keep_every or plan.spacing
         if chains.hmc is not None:
             chains.hmc.recycles = gap < chains.hmc.length
-        bar.total = (plan.here or plan.total) * (
-            result.reports[0].steps + done + chains.sampler.steps_to(gap, plan.draws - drawn)
+        self.bar.total = (plan.here or plan.total) * (
+            result.reports[0].steps + self.done + chains.sampler.steps_to(gap, plan.draws - self.drawn)
         )
+        self.multi_step = leapfrogs or _many_steps(chains, plan, gap, self.bar)
+        self.noise_every = plan.noise_interval(chains)
+        return gap
 
-        def state() -> State:
-            return {
-                "stage": "sampling",
-                "chains": state_of(chains),
-                "reports": [report.as_dict() for report in result.reports],
-                "lengths": result.lengths,
-                "done": done,
-                "drawn": drawn,
-                "levels": torch.stack(levels) if levels else torch.empty(0),
-                **({} if watch is None else {"traces": torch.stack(watch.traces) if watch.traces else torch.empty(0)}),
-            }
+    def _find_rates(self, saved: State | None, leapfrogs: LeapfrogMultiStep | None) -> list[WarmupReport]:
+        """Find the rates in a warm-up, or take those that are known; returns a report for each chain."""
+        chains, plan = self.chains, self.plan
+        begun = plan.begin.get(self.first, {})
+        if AS_IS in begun:
+            measured = plan.keep_every == "auto"
+            reports = [replace(report, keep_every=report.keep_every if measured else None) for report in begun[AS_IS]]
+            self.bar.skip(chains.count * reports[0].steps)
+        elif plan.warmup == 0:
+            _check_rates(chains, plan)
+            reports = [WarmupReport(True, "", 0, 0, None) for _ in range(chains.count)]
+        else:
 
-        def tick(steps: int) -> None:
-            nonlocal done
-            done += steps
-            bar.advance(label + "sampling", steps * chains.count)
+            def mark(state: Callable[[], State]) -> None:
+                self.recorder.mark(
+                    self.first, lambda: {"stage": "warmup", "chains": state_of(chains), "warmup": state()}
+                )
 
-        multi_step, every = multi_step or _many_steps(chains, plan, gap, bar), plan.noise_interval(chains)
+            warmup = warmup_of(chains, None if plan.warmup == "auto" else int(plan.warmup), self.bar, mark, leapfrogs)
+            if saved is not None:
+                warmup.load(saved["warmup"])
+            reports = warmup.run(plan.keep_every == "auto")
+        if (spacing := reports[0].keep_every) is not None and chains.heating is None:
+            chains.sampler.fit_schedule(spacing)
+        return reports
+
+    def _draw(self, gap: float, saved: State | None) -> Generator[bool, str | None, None]:
+        """Take all draws; with ``auto``, pause before the first draw and where convergence is judged."""
+        plan, result, pauses = self.plan, self.result, list[int]()
         if plan.auto:
             traces = None if saved is None or saved["stage"] == "warmup" else saved["traces"].cpu()
-            watch, pauses = Watch(chains, plan.held_out, traces), looks(plan.draws)
-            result.stopped = (yield watch) or ""
-        recorder.mark(first, state)
-        if plan.most_side_by_side > 1 and isinstance(multi_step, GraphSteps):
-            drawing.in_turns = True
-            yield None
-            if drawing.side_by_side > 1:
-                label, result.side_by_side = f"{drawing.side_by_side} chains side by side ", drawing.side_by_side
+            self.watch, pauses = Watch(self.chains, plan.held_out, traces), looks(plan.draws)
+            result.stopped = (yield True) or ""
+        self.recorder.mark(self.first, self._state)
+        if plan.most_side_by_side > 1 and isinstance(self.multi_step, GraphSteps):
+            self.in_turns = True
+            yield False
+            if self.side_by_side > 1:
+                self.label, result.side_by_side = f"{self.side_by_side} chains side by side ", self.side_by_side
+        while self.drawn < plan.draws and not result.stopped:
+            if self.drawn and self._is_late():
+                result.stopped = f"max_seconds: {self.drawn} of {plan.draws} draws were taken"
+            elif (yield from self._reach_draw(gap)):
+                self._keep_draw()
+                if self.drawn in pauses:
+                    result.stopped = (yield True) or ""
+        warn_of(self.chains, result.reports, self.levels[self.drawn // 2 :], self.first)
 
-        def late() -> bool:
-            scoring = drawn * chains.count * drawing.side_by_side * plan.scoring
-            return time.monotonic() + scoring > drawing.deadline
-
-        while drawn < plan.draws and not result.stopped:
-            if drawn and late():
-                result.stopped = f"max_seconds: {drawn} of {plan.draws} draws were taken"
+    def _reach_draw(self, gap: float) -> Generator[bool, str | None, bool]:
+        """Take the steps to the next draw; returns whether it is reached before the deadline."""
+        chains = self.chains
+        steps = left = chains.sampler.steps_to(gap)
+        # The first draw may come before its time, unless it belongs to the end of a cycle or trajectory.
+        ends_early = self.drawn > 0 or (chains.hmc is None and steps == gap)
+        if isinstance(self.multi_step, GraphSteps) and self.in_turns:
+            for _ in self.multi_step.turns(self.done, steps, self._tick):
+                yield False
+        elif self.multi_step is not None:
+            self.multi_step.take_steps(self.done, steps, self._tick)
+        while self.multi_step is None and left:
+            chains.step(split=chains.follows_noise and self.done % self.noise_every == 0)
+            self._tick(1)
+            left -= 1
+            if ends_early and self._is_late():
                 break
-            steps = left = chains.sampler.steps_to(gap)
-            # The first draw may come before its time, unless it belongs to the end of a cycle or trajectory.
-            ends_early = drawn > 0 or (chains.hmc is None and steps == gap)
-            if isinstance(multi_step, GraphSteps) and drawing.in_turns:
-                yield from multi_step.turns(done, steps, tick)
-            elif multi_step is not None:
-                multi_step.take_steps(done, steps, tick)
-            while multi_step is None and left:
-                chains.step(split=chains.follows_noise and done % every == 0)
-                tick(1)
-                left -= 1
-                if ends_early and late():
-                    break
-            if drawn and multi_step is None and left:
-                continue
-            chains.check_finite()
-            levels.append(chains.level)
-            recorder.keep(chains, first, drawn)
-            if note is not None:
-                note(chains.gradients, chains.level, {g["name"]: g["rate"] for g in chains.sampler.param_groups}, first)
-            for k in chains.failures:  # draws of a dropped chain end here
-                result.lengths.setdefault(k, drawn)
-            drawn += 1
-            result.drawn = drawn
-            if watch is not None:
-                watch.take()
-            recorder.mark(first, state)
-            if watch is not None and drawn in pauses:
-                result.stopped = (yield watch) or ""
-        warn_of(chains, result.reports, levels[drawn // 2 :], first)
-    except DivergedError:
-        pass  # of every chain, as `run.failures` says
-    for k in chains.failures:
-        result.lengths.setdefault(k, drawn)
-    result.failures, result.gradients, result.drawn = chains.failures, chains.gradients, drawn
-    result.compiled = _engine(chains, multi_step)
-    result.batches = chains.batches.state()
-    if plan.ends is not None:
-        plan.ends[first] = {**state_of(chains), "reports": result.reports}
-    recorder.finished(result, state if len(chains.failures) < chains.count else None)
+        return not (self.drawn and self.multi_step is None and left)
+
+    def _tick(self, steps: int) -> None:
+        self.done += steps
+        self.bar.advance(self.label + "sampling", steps * self.chains.count)
+
+    def _is_late(self) -> bool:
+        """Whether no time is left but that to score the draws."""
+        scoring = self.drawn * self.chains.count * self.side_by_side * self.plan.scoring
+        return time.monotonic() + scoring > self.deadline
+
+    def _keep_draw(self) -> None:
+        """Hand the current parameters to the recorder as a draw."""
+        chains = self.chains
+        chains.check_finite()
+        self.levels.append(chains.level)
+        self.recorder.keep(chains, self.first, self.drawn)
+        if self.note is not None:
+            rates = {group["name"]: group["rate"] for group in chains.sampler.param_groups}
+            self.note(chains.gradients, chains.level, rates, self.first)
+        for k in chains.failures:  # draws of a dropped chain end here
+            self.result.lengths.setdefault(k, self.drawn)
+        self.drawn += 1
+        self.result.drawn = self.drawn
+        if self.watch is not None:
+            self.watch.take()
+        self.recorder.mark(self.first, self._state)
+
+    def _state(self) -> State:
+        """From which `_warm_up` resumes."""
+        found = {
+            "stage": "sampling",
+            "chains": state_of(self.chains),
+            "reports": [report.as_dict() for report in self.result.reports],
+            "lengths": self.result.lengths,
+            "done": self.done,
+            "drawn": self.drawn,
+            "levels": torch.stack(self.levels) if self.levels else torch.empty(0),
+        }
+        if self.watch is not None:
+            found["traces"] = torch.stack(self.watch.traces) if self.watch.traces else torch.empty(0)
+        return found
+
+    def _finish(self) -> None:
+        """Complete the result and hand it to the recorder."""
+        chains, result = self.chains, self.result
+        for k in chains.failures:
+            result.lengths.setdefault(k, self.drawn)
+        result.failures, result.gradients, result.drawn = chains.failures, chains.gradients, self.drawn
+        result.compiled = _engine(chains, self.multi_step)
+        result.batches = chains.batches.state()
+        if self.plan.ends is not None:
+            self.plan.ends[self.first] = {**state_of(chains), "reports": result.reports}
+        self.recorder.finished(result, self._state if len(chains.failures) < chains.count else None)
 
 
 def _engine(chains: Chains, multi_step: MultiStep | GraphSteps | LeapfrogMultiStep | None) -> str:
@@ -390,33 +399,46 @@ def _check_rates(chains: Chains, plan: DrawPlan) -> None:
         raise ValueError("keep_every='auto' is measured in the warm-up: give a number, or let warmup be 'auto'")
 
 
-def _warm_up(
-    chains: Chains,
-    first: int,
-    plan: DrawPlan,
-    bar: Progress,
-    recorder: Recorder,
-    saved: State | None,
-    leapfrogs: LeapfrogMultiStep | None,
-) -> list[WarmupReport]:
-    """Warm chains up, or take over their rates; returns a report for each chain."""
-    begun = plan.begin.get(first, {})
-    if AS_IS in begun:
-        measured = plan.keep_every == "auto"
-        reports = [replace(report, keep_every=report.keep_every if measured else None) for report in begun[AS_IS]]
-        bar.skip(chains.count * reports[0].steps)
-    elif plan.warmup == 0:
-        _check_rates(chains, plan)
-        reports = [WarmupReport(True, "", 0, 0, None) for _ in range(chains.count)]
-    else:
+class _Stream:
+    """A CUDA stream as a context that can be entered repeatedly; without a stream it does nothing."""
 
-        def mark(state: Callable[[], State]) -> None:
-            recorder.mark(first, lambda: {"stage": "warmup", "chains": state_of(chains), "warmup": state()})
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self.stream = stream
+        self._entered: list[Any] = []
 
-        warmup = warmup_of(chains, None if plan.warmup == "auto" else int(plan.warmup), bar, mark, leapfrogs)
-        if saved is not None:
-            warmup.load(saved["warmup"])
-        reports = warmup.run(plan.keep_every == "auto")
-    if (spacing := reports[0].keep_every) is not None and chains.heating is None:
-        chains.sampler.fit_schedule(spacing)
-    return reports
+    def __enter__(self) -> None:
+        self._entered.append(nullcontext() if self.stream is None else torch.cuda.stream(self.stream))
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+    def finish(self) -> None:
+        """Wait until all work on the stream is done."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
+class _Streams:
+    """Makes a stream for each chain, and tells whether there is memory for another chain."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.reserved = most, torch.cuda.memory_reserved() if most > 1 else 0
+
+    def next(self, others: int) -> _Stream:
+        """The stream of the next chain, which runs beside ``others``."""
+        if self.most == 1:
+            return _Stream()
+        if not others:
+            torch.cuda.empty_cache()
+            self.reserved = torch.cuda.memory_reserved()
+        found = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        found.wait_stream(torch.cuda.current_stream())
+        return _Stream(found)
+
+    def has_room_for(self, count: int) -> bool:
+        """Whether ``count`` chains fit, if the last takes as much memory as each of the others, with some to spare."""
+        if count > self.most:
+            return False
+        each = (torch.cuda.memory_reserved() - self.reserved) / (count - 1)
+        return torch.cuda.mem_get_info()[0] > MEMORY_FOR_ANOTHER * each
