@@ -103,8 +103,15 @@ def check_units(num_data: int, temperature: float) -> None:
     """Raise if N or T is invalid."""
     if not is_whole(num_data) or num_data < 1:
         raise ValueError(f"num_data = {num_data!r} must be the number of examples, an integer of at least 1")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature = {temperature} must be finite and not negative; 1 is the Bayesian posterior")
+    if not _finite_and_not_negative(temperature):
+        raise ValueError(f"temperature = {temperature!r} must be finite and not negative; 1 is the Bayesian posterior")
+
+
+def _finite_and_not_negative(number: Any) -> bool:
+    try:
+        return bool(math.isfinite(number) and number >= 0)
+    except TypeError:  # no number at all
+        return False
 
 
 def check_same_units(groups: Sequence[Group], user: str) -> None:
@@ -131,8 +138,8 @@ def check_groups(groups: list[Group], chains: int | None) -> None:
     for group in groups:
         check_units(group["num_data"], group["temperature"])
         group["num_data"] = int(group["num_data"])
-        if not (math.isfinite(group["weight_decay"]) and group["weight_decay"] >= 0):
-            raise ValueError(f"weight_decay = {group['weight_decay']} must be finite and not negative")
+        if not _finite_and_not_negative(group["weight_decay"]):
+            raise ValueError(f"weight_decay = {group['weight_decay']!r} must be finite and not negative")
         for p in group["params"]:
             if not p.is_floating_point():
                 raise ValueError(

@@ -154,6 +154,8 @@ def draw_at(
     if first_chain is not None:
         numbers = list(range(first_chain, first_chain + chains))
     _check_all_rows(request)
+    if held_out is not None and target.module is not None:
+        target.module.check_inputs(target.constrain(request.start(0)), held_out)
     head = None if ranks is not None else _on_features(request)
     part, its_data, watched = head or (target, data, held_out)
     schedule = Schedule(part, its_data, init, chains, batch_size, seed, leaf.device, after, transform, numbers, ranks)
