@@ -77,10 +77,7 @@ LARGE = 1 << 20  # parameters from which Lambda is one number for each layer
 CYCLE_TEMPERATURE, CYCLE_EPOCHS, CYCLE_STEPS, EXPLORATION = 0.03, 8, 400, 0.8
 CYCLE_SIZE = 5_000  # least number of parameters
 HMC_ROWS, HMC_SIZE = 5_000, 50_000  # the most rows and parameters of a regression for HMC
-# Steps of HMC with at most so many rows, and with at least so many; linear between them.
-HMC_BETWEEN = 700, 2_000
-HMC_LENGTHS = {"warmup": (1_000, 1_600), "keep_every": (40, 100)}
-HMC_RUNG = {"warmup": 700, "keep_every": 20}
+HMC_LENGTHS, HMC_RUNG = {"warmup": 1_600, "keep_every": 100}, {"warmup": 700, "keep_every": 20}
 
 # -- arguments --------------------------------------------------------------------------------------------------------
 
@@ -199,14 +196,12 @@ def _check_held_out(found: Tensors, tensors: Tensors | None, target: Target) -> 
 class Lengths:
     """Gradients of each chain in a rung that continues another one, and in the run.
 
-    With cycles a rung is one cycle of ``cycle`` steps, which also sets the spacing of draws; otherwise it is 0. The
-    lengths of HMC depend on the number of ``rows``.
+    With cycles a rung is one cycle of ``cycle`` steps, which also sets the spacing of draws; otherwise it is 0.
     """
 
     rung: int
     run: int
     cycle: int = 0
-    rows: int = 0
 
     @classmethod
     def of(cls, num_data: int, batch_size: int, descends: bool = False) -> Lengths:
@@ -214,7 +209,7 @@ class Lengths:
         total = max(LEAST, EPOCHS * -(-num_data // batch_size))
         each = CONTINUED + round(TRIAL_SHARE * total) if descends else round(LADDER_SHARE * total / RUNGS)
         rung = max(CONTINUED + 5 * RUNG_DRAWS, each)
-        return cls(rung, round((1 - LADDER_SHARE) * total), rows=num_data)
+        return cls(rung, round((1 - LADDER_SHARE) * total))
 
     @classmethod
     def in_cycles(cls, num_data: int, batch_size: int) -> Lengths:
@@ -226,9 +221,7 @@ class Lengths:
         if self.cycle:
             return {"warmup": "auto", "draws": draws, "keep_every": "auto"}
         if hmc:  # a step is a pass through the data
-            (few, many) = HMC_BETWEEN
-            share = min(1.0, max(0.0, (self.rows - few) / (many - few)))
-            return {"draws": draws} | {name: round(a + share * (b - a)) for name, (a, b) in HMC_LENGTHS.items()}
+            return {"draws": draws, **HMC_LENGTHS}
         warmup = max(CONTINUED if continued else 2 * RUNG_WARMUP, round(WARMUP_SHARE * self.run))
         return {"warmup": warmup, "draws": draws, "keep_every": max(1, (self.run - warmup) // draws)}
 
