@@ -17,14 +17,18 @@ from torch import Tensor
 import isosgd
 from isosgd import METHODS, SGNHT, Sampler
 from isosgd.samplers import REGISTRY, Method
-from isosgd.samplers.adaptive_sghmc import AdaptiveSGHMC
-from isosgd.samplers.cyclical import CSGHMC, CSGLD
-from isosgd.samplers.momentum_isgd import MomentumISGD
-from isosgd.samplers.psgld import PSGLD
 from isosgd.samplers.schedules import cosine
-from isosgd.samplers.sgfs import SGFS, FullSGFS
-from isosgd.samplers.sgrhmc import SGRHMC
-from isosgd.samplers.sgrld import SGRLD, Field
+from isosgd.samplers.sgrld import Field
+
+AdaptiveSGHMC = METHODS["adaptive-sghmc"]
+CSGHMC = METHODS["csghmc"]
+CSGLD = METHODS["csgld"]
+FullSGFS = METHODS["sgfs-full"]
+MomentumISGD = METHODS["isgd-momentum"]
+PSGLD = METHODS["psgld"]
+SGFS = METHODS["sgfs"]
+SGRHMC = METHODS["sgrhmc"]
+SGRLD = METHODS["sgrld"]
 
 ASKED_FOR = {
     "isgd", "isgd-momentum", "vsgd", "sgld", "psgld", "sgfs", "sgrld", "sghmc", "sgrhmc", "adaptive-sghmc", "sgnht",

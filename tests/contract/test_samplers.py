@@ -12,16 +12,19 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from isosgd import ISGD, PRESETS, SGHMC, SGLD, SGNHT, VSGD, Sampler
+from isosgd import ISGD, METHODS, PRESETS, SGHMC, SGLD, SGNHT, VSGD, Sampler
 from isosgd.noise import AlphaStable
-from isosgd.samplers.adaptive_sghmc import AdaptiveSGHMC
-from isosgd.samplers.cyclical import CSGHMC, CSGLD
-from isosgd.samplers.momentum_isgd import MomentumISGD
-from isosgd.samplers.psgld import PSGLD
-from isosgd.samplers.sgfs import SGFS, FullSGFS
-from isosgd.samplers.sgrhmc import SGRHMC
-from isosgd.samplers.sgrld import SGRLD
 from tests.innovations import Planned
+
+AdaptiveSGHMC = METHODS["adaptive-sghmc"]
+CSGHMC = METHODS["csghmc"]
+CSGLD = METHODS["csgld"]
+FullSGFS = METHODS["sgfs-full"]
+MomentumISGD = METHODS["isgd-momentum"]
+PSGLD = METHODS["psgld"]
+SGFS = METHODS["sgfs"]
+SGRHMC = METHODS["sgrhmc"]
+SGRLD = METHODS["sgrld"]
 
 SHAPES = {"a.weight": (3, 2), "a.bias": (3,), "b.weight": (2, 2)}
 CHAINS = 3
