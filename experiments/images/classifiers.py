@@ -81,7 +81,7 @@ RECIPES: dict[str, Recipe] = {
     "resnet56": replace(_CIFAR, peak=0.1, dropout=0.05),
     "vgg16": replace(_CIFAR, peak=0.1),
 }
-_MAKERS: dict[str, Callable[..., nn.Module]] = {
+MAKERS: dict[str, Callable[..., nn.Module]] = {
     "lenet5": lenet5,
     "resnet18": resnet18,
     "resnet56": resnet56,
@@ -113,7 +113,7 @@ class Task:
         """A network with first weights of its own."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = _MAKERS[self.model](dropout=dropout)
+            model = MAKERS[self.model](dropout=dropout)
         return model.to(self.train.device, memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
     def target(self, dropout: float = 0.0, autocast: str | None = "bfloat16") -> Target:

@@ -31,7 +31,7 @@ FILE = "breast_cancer.npz"
 Arrays = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
-def _cancer(root: Path) -> Arrays | None:
+def read_cancer(root: Path) -> Arrays | None:
     if (root / FILE).is_file():
         with np.load(root / FILE, allow_pickle=False) as kept:
             return np.asarray(kept["x"], np.float64), np.asarray(kept["y"], np.float64)
@@ -43,7 +43,7 @@ def _cancer(root: Path) -> Arrays | None:
     return np.asarray(found.data, np.float64), np.asarray(found.target, np.float64)
 
 
-def _wine(root: Path) -> Arrays | None:
+def read_wine(root: Path) -> Arrays | None:
     folder = root / "uci" / "wine-quality-red"
     if not (folder / "data.txt").is_file():
         return None
@@ -52,7 +52,7 @@ def _wine(root: Path) -> Arrays | None:
     return table[:, columns], (table[:, rating[0]] > 5).astype(np.float64)
 
 
-_DATA: dict[str, Callable[[Path], Arrays | None]] = {"logistic-cancer": _cancer, "logistic-wine": _wine}
+_DATA: dict[str, Callable[[Path], Arrays | None]] = {"logistic-cancer": read_cancer, "logistic-wine": read_wine}
 NAMES = tuple(_DATA)
 
 
@@ -63,7 +63,7 @@ def names(root: Path | str) -> list[str]:
 
 def export(folder: Path | str) -> Path:
     """Write the breast cancer data, for a machine without scikit-learn. Returns the file."""
-    found = _cancer(Path(folder))
+    found = read_cancer(Path(folder))
     if found is None:
         raise ValueError("scikit-learn is not installed here, so there is nothing to export")
     Path(folder).mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ def images(count, seed):
 
 @pytest.fixture
 def tasks(monkeypatch, tmp_path):
-    monkeypatch.setitem(classifiers._MAKERS, "tiny", tiny)
+    monkeypatch.setitem(classifiers.MAKERS, "tiny", tiny)
     train, test = images(300, 0), images(100, 1)
     outside = Images.make(
         torch.randint(256, (50, 8, 8), dtype=torch.uint8), torch.zeros(50, dtype=torch.long), 0.2, 0.3

@@ -69,13 +69,13 @@ def test_data_that_are_not_there_are_left_out(tmp_path: Path, monkeypatch: pytes
 def test_what_is_exported_is_what_is_read(tmp_path: Path) -> None:
     datasets = pytest.importorskip("sklearn.datasets")
     file = logistic.export(tmp_path)
-    found = logistic._cancer(tmp_path)
+    found = logistic.read_cancer(tmp_path)
     assert file.is_file() and found is not None
     assert np.array_equal(found[0], datasets.load_breast_cancer().data) and set(found[1]) == {0.0, 1.0}
 
 
 def test_the_wine_data_are_read(data_root: Path) -> None:
-    found = logistic._wine(data_root)
+    found = logistic.read_wine(data_root)
     if found is None:
         pytest.skip("no uci/wine-quality-red under the data root")
     assert found[0].shape == (1599, 11) and 0.5 < found[1].mean() < 0.6

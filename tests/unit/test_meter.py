@@ -18,7 +18,6 @@ from isosgd.diagnostics import Reading
 from isosgd.diagnostics.meter import anisotropy, directions, readings
 from isosgd.diagnostics.summary import summary_of
 from isosgd.diagnostics.verdict import judge, off
-from isosgd.posterior import temperature as module
 from isosgd.posterior.temperature import DrawGradients
 
 F64 = torch.float64
@@ -34,7 +33,11 @@ def data(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def network(data: tuple[Tensor, Tensor], generator: torch.Generator) -> Posterior:
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    return network_of(nn.Sequential, data, generator)
+
+
+def network_of(kind: type[nn.Sequential], data: tuple[Tensor, Tensor], generator: torch.Generator) -> Posterior:
+    net = kind(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     draws: dict[str, Tensor] = {
         name: torch.randn(2, 9, *p.shape, generator=generator, dtype=F64) for name, p in net.named_parameters()
     }
@@ -62,15 +65,22 @@ def all_of(gradients: DrawGradients) -> Tensor:
     return torch.cat([slope for _, _, slope in gradients.blocks()])
 
 
+class Looking(nn.Sequential):
+    """Looks at a number, so that it takes draws one at a time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 if float(self[0].bias.detach()[0]) < 1e6 else 0.0)
+
+
+@pytest.mark.parametrize("rows", [40, 5_000])
+@pytest.mark.parametrize("kind", [nn.Sequential, Looking])
 def test_gradients_are_of_the_potential_in_free_parameters(
-    network: Posterior, data: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+    kind: type[nn.Sequential], rows: int, generator: torch.Generator
 ) -> None:
-    expected = full_gradient(network, data)
-    torch.testing.assert_close(all_of(gradients_at(network, data, None, 0)), expected)
-    monkeypatch.setattr(module, "CHUNK", 7)  # data in parts
-    torch.testing.assert_close(all_of(gradients_at(network, data, None, 0)), expected)
-    monkeypatch.setattr(module.Mapped, "_try", lambda self, *args: False)  # one draw at a time
-    torch.testing.assert_close(all_of(gradients_at(network, data, None, 0)), expected)
+    """Of data in one part, or more than are worked on at once; and of draws at once, or one by one."""
+    data = torch.randn(rows, 3, generator=generator, dtype=F64), torch.randn(rows, 1, generator=generator, dtype=F64)
+    posterior = network_of(kind, data, generator)
+    torch.testing.assert_close(all_of(gradients_at(posterior, data, None, 0)), full_gradient(posterior, data))
 
 
 def test_gradients_of_a_loader(network: Posterior, data: tuple[Tensor, Tensor]) -> None:
