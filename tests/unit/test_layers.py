@@ -259,6 +259,34 @@ def test_steps_are_those_without_the_library(
 
 
 @pytest.mark.usefixtures("built")
+def test_noise_of_many_minibatches_at_once_is_that_of_one_after_the_other() -> None:
+    one, other = (chains("diagonal", 1, "gaussian") for _ in range(2))
+    before = one.gradients
+    together = one.noise_vectors(5)
+    assert one.gradients - before == len(together) == 5
+    for loss, noise in together:
+        alone = other.evaluate(split=True)
+        torch.testing.assert_close(loss, other.loss)
+        assert alone is not None
+        for a, b in zip(noise, alone, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    for _, noise in one.noise_vectors(2):  # other minibatches
+        assert not torch.allclose(noise[0], together[0][1][0], rtol=1e-3)
+    torch.testing.assert_close(one.flat(one.leaves), other.flat(other.leaves), rtol=0.0, atol=0.0)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("label", [-1, 3, 1 << 40])
+def test_labels_that_there_are_not_leave_no_number(label: int) -> None:
+    """A target refuses them when data are given; a loss is not a number, and no other memory is read, if one comes."""
+    posterior = target(dense(3, (16, 16), 3), "categorical")
+    layout, theta = parameters(posterior, 1)
+    y = torch.zeros(1, 300, dtype=torch.int64)
+    y[0, 299] = label
+    assert Many(posterior, 300, layout).flat(theta, (drawn(2, 1, 300, 3), y), False)[0].isnan().all()
+
+
+@pytest.mark.usefixtures("built")
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
 def test_without_data_the_posterior_is_the_prior() -> None:
