@@ -192,8 +192,10 @@ class HMCWarmup(Warmup):
         self.grown, self.directions = torch.zeros(2), 0
         levels: list[Tensor] = []
         accepted: list[Tensor] = []
-        apart = TOGETHER if chains.trained else 0  # noise vectors that are measured at a time, between steps
-        vectors = (TRAINED_VECTORS if apart else VECTORS) * sampler.geometry.min_vectors
+        vectors = (TRAINED_VECTORS if chains.trained else VECTORS) * sampler.geometry.min_vectors
+        room = self.budget - self.spent - steps
+        # Noise vectors that are measured at a time, between steps; where the warm-up is short, steps give them.
+        apart = TOGETHER if chains.trained and vectors <= LAST_SHARE * room else 0
         every = steps + 1 if fixed else max(1, steps * max(apart, 1) // vectors)
         i = 0
         while i < steps and not (len(accepted) >= FEW_TRAJECTORIES and self._late()):
