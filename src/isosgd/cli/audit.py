@@ -38,7 +38,7 @@ def run_audit(args: argparse.Namespace) -> int:
     """State the tempered posterior that a sampling loop targets, and what is wrong with it. Exit status: 0 if
     nothing is wrong, 3 if there are findings, 2 for wrong usage.
 
-    example: isosgd audit --noise 0.0447 --lr 1e-3 --loss mean --num-data 60000 --weight-decay 5e-4
+    example: isosgd audit --noise 0.0447 --lr 1e-3 --loss-reduction mean --num-data 60000 --weight-decay 5e-4
     """
     given = {name: value for name, value in vars(args).items() if name in Loop.__dataclass_fields__}
     try:

@@ -40,6 +40,7 @@ FIT_ADVICE = {
     "a longer warmup=": "more steps (--effort)",
     "A longer warmup= or a smaller bias=": "More steps (--effort)",
     "lower the rate (bias=) or use a larger batch": "take more steps (--effort)",
+    "max_seconds": "--minutes",
 }
 SAMPLE_ADVICE = {
     "draws=; in a loop of your own more steps": "--draws",
@@ -50,6 +51,7 @@ SAMPLE_ADVICE = {
     "batch_size=": "--batch-size",
     "bias=": "--option bias=NUMBER",
     "structure='": "--option structure='",
+    "max_seconds": "--minutes",
 }
 SEED = 0  # of torch when a script runs, so that a resumed run makes the same network
 

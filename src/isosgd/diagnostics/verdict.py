@@ -86,7 +86,8 @@ class Verdict:
         if whole is not None:
             lines.append(f"Temperature {whole.temperature:.4g} ± {whole.error:.2g}, target {self.temperature:g}.")
             for r in self.readings[1:]:
-                lines.append(f"  {r.name}: {r.temperature:.4g} ± {r.error:.2g} ({r.size} parameters)")
+                size = f"{r.size:,} parameter{'s' * (r.size != 1)}"
+                lines.append(f"  {r.name}: {r.temperature:.4g} ± {r.error:.2g} ({size})")
         lines += [f"Note: {remark}" for remark in self.remarks]
         return "\n".join(lines)
 
