@@ -21,8 +21,9 @@ from isosgd.posterior import Posterior
 from isosgd.sampling.parallel import check_call
 from isosgd.sampling.run import Checked, draw_at, only_check
 from isosgd.sampling.settings import check_device, check_seconds, check_settings
+from isosgd.sampling.starts import as_starts, own_network
 from isosgd.sampling.stored import load, settings_of
-from isosgd.sampling.trained import DRAWS, TrainedRun, as_starts, own_network
+from isosgd.sampling.trained import DRAWS, TrainedRun
 from isosgd.store import Manifest
 from isosgd.target import Target
 
