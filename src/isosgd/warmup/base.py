@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,13 +13,18 @@ from numpy.typing import NDArray
 from isosgd.diagnostics.traces import integrated_time
 from isosgd.engine.chains import Chains
 from isosgd.geometry.base import load_into, state_of
+from isosgd.noise.stable import TailMeter
 from isosgd.progress import Progress
+from isosgd.samplers.groups import Group
 from isosgd.target.batches import tree_map
 from isosgd.warmup.reports import WarmupReport
 
 EXAMPLES, LENGTH = 16, 400
 GRAPH_LENGTH = 100  # of a trace next to a CUDA graph, where a point takes as long as several steps
 DRAWS_A_TIME = 2  # draws in an autocorrelation time: one would lose a quarter of the effective draws, two lose 7%
+
+TAILS_EVERY = 16  # steps between updates of the tail index, which cost more than a captured gradient
+PROBES = 20  # power iterations for a first curvature
 
 Array = NDArray[np.float64]
 State = dict[str, Any]
@@ -68,6 +73,13 @@ class Traces:
         finite = times[np.isfinite(times).all(1)]  # without dropped chains
         slowest = float(np.median(finite.max(1))) if len(finite) else 1.0
         return max(1, math.ceil(slowest * self.every / DRAWS_A_TIME))
+
+
+def update_tails(tails: Sequence[TailMeter], groups: Sequence[Group], noise: Sequence[Any]) -> None:
+    """Update the tail index of each group with a noise vector."""
+    vectors = iter(noise)
+    for meter, group in zip(tails, groups, strict=True):
+        meter.update([next(vectors) for _ in group["params"]])
 
 
 class Warmup:

@@ -8,16 +8,12 @@
    drift. Rates are then frozen, as Theorem 1 requires.
 
 Chains that run side by side share windows and budget; each has rates, losses and a verdict of its own.
-
-The paper's schemes a, b and c, and the scheme ``online``, are part of the sampler and run for a fixed number of steps
-(see `isosgd.samplers.isgd`).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,14 +26,14 @@ from isosgd.noise.model import dot
 from isosgd.noise.stable import TailMeter
 from isosgd.progress import Progress
 from isosgd.samplers import ISGD
-from isosgd.samplers.isgd import PAPER_STEPS
 from isosgd.samplers.own_warmup import SETTLED_RATIO, SURE, unsettled
-from isosgd.warmup.base import LENGTH, Array, Mark, Warmup
+from isosgd.warmup.base import PROBES, TAILS_EVERY, Array, Mark, Warmup, update_tails
 from isosgd.warmup.heating import Heating
 from isosgd.warmup.hmc import HMCWarmup
 from isosgd.warmup.optimise import InitialOptimisation
-from isosgd.warmup.reports import GroupReport, WarmupReport, direction_reports, drifting, group_reports
+from isosgd.warmup.reports import WarmupReport, direction_reports, drifting, group_reports
 from isosgd.warmup.runaway import LOSSES, Runaway
+from isosgd.warmup.scheme import SchemeWarmup
 
 FIRST_WINDOW = 50
 LEAST_LAST_WINDOW = 400
@@ -52,9 +48,7 @@ CHECK_SHARE, MOST_CHECKED = 0.05, 400  # of the budget, and gradients at most, t
 FALLING_SHARE, MOST_FALLING = 0.2, 4_000  # ... if they fell in the last window
 LATE = "the chain ran away while its last rates were tried, and was restarted: a longer warmup= would help"
 ENOUGH = 0.75  # share of the chains that must have settled; of many, some are unsettled by chance
-MARK_EVERY = 100  # steps of the paper's schemes, which have no windows
 MOST_TRIES = 4  # minibatches for each noise vector of the first estimate
-TAILS_EVERY = 16  # steps between updates of the tail index, with captured gradients
 
 
 def warmup_of(
@@ -74,16 +68,19 @@ def warmup_of(
     given = MOST_STEPS if steps is None else steps, steps is not None, progress, mark
     if chains.heating is not None:
         return Heating(chains, *given)
-    return WindowedWarmup(chains, *given) if chains.hmc is None else HMCWarmup(chains, *given, multi_step)
+    if chains.hmc is not None:
+        return HMCWarmup(chains, *given, multi_step)
+    by_scheme = isinstance(chains.sampler, ISGD) and chains.sampler.scheme != "windowed"
+    return SchemeWarmup(chains, *given) if by_scheme else WindowedWarmup(chains, *given)
 
 
 class WindowedWarmup(Warmup):
-    """The warm-up of every sampler but HMC."""
+    """The warm-up of every sampler but HMC and the schemes of I-SGD."""
 
     kept = (*Warmup.kept, "curvatures", "settled_before", "fell", "optimisation", "runaway", "tails")
 
     def __init__(self, chains: Chains, budget: int, exact: bool, progress: Progress, mark: Mark) -> None:
-        super().__init__(chains, budget, exact, progress, mark)  # stages: "start", "optimisation", "windows"; "scheme"
+        super().__init__(chains, budget, exact, progress, mark)  # stages: "start", "optimisation", "windows"
         self.length, self.measure_spacing = FIRST_WINDOW, True
         self.tails = [TailMeter() for _ in chains.sampler.param_groups]
         self.runaway = Runaway(chains)
@@ -97,8 +94,7 @@ class WindowedWarmup(Warmup):
         self.last = False  # whether this is the last window
 
     def check(self) -> None:
-        chains, sampler = self.chains, self.chains.sampler
-        if chains.warmed or (isinstance(sampler, ISGD) and sampler.scheme != "windowed"):
+        if self.chains.warmed:
             return
         if self.budget < 2 * FIRST_WINDOW:
             raise ValueError(
@@ -106,7 +102,7 @@ class WindowedWarmup(Warmup):
                 f"({8 * FIRST_WINDOW} or more to settle), 'auto', or 0 with a rate of your own"
             )
         if self.stage == "start":
-            self._check_structure(1 + 2 * PROBE_EVERY, self.total - self._check_steps())
+            self._check_structure(1 + PROBES, self.total - self._check_steps())
 
     def _check_structure(self, spent: int, budget: int) -> None:
         """Raise if the budget does not suffice for a first estimate of the geometry."""
@@ -124,14 +120,12 @@ class WindowedWarmup(Warmup):
     def run(self, measure_spacing: bool) -> list[WarmupReport]:
         chains, sampler, self.measure_spacing = self.chains, self.chains.sampler, measure_spacing
         self.check()
-        if isinstance(sampler, ISGD) and sampler.scheme != "windowed":
-            return self._paper_scheme(sampler, measure_spacing)
         if self.stage == "start" and chains.warmed:
             self._take_over()
         if self.stage == "start":
             self.chains.evaluate()
             self.count("starting")
-            for _ in range(2 * PROBE_EVERY):
+            for _ in range(PROBES):
                 self._probe("starting")
             self.stage = "optimisation"
         if self.stage == "optimisation" and not chains.trained:
@@ -143,7 +137,8 @@ class WindowedWarmup(Warmup):
         late = (self.runaway.restarts > restarts).tolist()
         reasons = [reason or (LATE if ran else "") for reason, ran in zip(reasons, late, strict=True)]
         keep = self._spacing() if measure_spacing else None
-        groups, more = self._groups(), direction_reports(chains)
+        groups = group_reports(chains, self.curvatures, [meter.tail_index() for meter in self.tails])
+        more = direction_reports(chains)
         sampler.freeze()
         return [
             WarmupReport(
@@ -196,7 +191,7 @@ class WindowedWarmup(Warmup):
             self._first_estimates()
             return
         if chains.enter_metric():
-            for _ in range(2 * PROBE_EVERY):
+            for _ in range(PROBES):
                 self._probe("measuring curvature")
             chains.adapt(FIRST_RATIO * chains.curvatures())
         if chains.geometry is not None:  # measure the curvature along its axes, twice
@@ -328,7 +323,7 @@ class WindowedWarmup(Warmup):
             if noise is not None:
                 # Sums of successive differences would cancel in the tails. Both cost more than a captured gradient.
                 if (not chains.successive or i % 4 == 0) and (chains.graph is None or i % TAILS_EVERY == 0):
-                    self._feed_tails(noise)
+                    update_tails(self.tails, chains.sampler.param_groups, noise)
                 if chains.graph is None or i % 4 == 0:
                     self._feed_signal(noise)
             if self.measure_spacing:
@@ -369,46 +364,6 @@ class WindowedWarmup(Warmup):
         mend = "a longer warmup=, a start closer to a mode (init=) or a larger batch_size= would help"
         return f"{reason}: {mend}" if reason else drifting(losses)
 
-    # -- the paper's schemes ------------------------------------------------------------------------------------------
-
-    def _paper_scheme(self, sampler: ISGD, measure_spacing: bool) -> list[WarmupReport]:
-        steps = self.budget if self.exact else PAPER_STEPS
-        sampler.warmup = steps
-        chains, known, reason = self.chains, sampler.param_groups[0], ""
-        self.stage = "scheme"
-        for i in range(self.spent, steps):
-            if i % MARK_EVERY == 0:
-                chains.check_finite()
-                self.mark()
-            noise = chains.evaluate(split=sampler.estimator.centred)
-            if chains.graph is None or i % TAILS_EVERY == 0:  # they cost more than a captured gradient
-                self._feed_tails(noise if noise is not None else [leaf.grad for leaf in chains.leaves])
-            chains.advance(noise)
-            self.count(f"scheme {sampler.scheme}")
-            if known["lam"] is not None and time.monotonic() > chains.deadline:
-                sampler.cut_warmup()
-                reason = "max_seconds ended the warm-up"
-                break
-        chains.check_finite()
-        if sampler.param_groups[0]["lam"] is None:
-            raise ValueError(f"{steps} steps are too few for a first noise estimate: give a longer warmup=")
-        chains.evaluate()
-        for _ in range(2 * PROBE_EVERY):  # for the report only: these schemes have no guard
-            chains.probe_curvature()
-        sampler.freeze()
-        keep = None
-        if measure_spacing:
-            self.traces.begin(LENGTH)
-            for i in range(LENGTH):
-                chains.step(split=sampler.estimator.centred)
-                self.traces.add(i)
-                self.count("measuring")
-            keep = self._spacing()
-        return [
-            WarmupReport(not reason, reason, self.spent, 0, keep, groups, structure=chains.structure)
-            for groups in self._groups()
-        ]
-
     # -- measurements -------------------------------------------------------------------------------------------------
 
     def _probe(self, stage: str) -> None:
@@ -417,11 +372,6 @@ class WindowedWarmup(Warmup):
 
     def _rates(self) -> Array:
         return self.chains.rates().cpu().numpy()
-
-    def _feed_tails(self, noise: list[Any]) -> None:
-        vectors = iter(noise)
-        for meter, group in zip(self.tails, self.chains.sampler.param_groups, strict=True):
-            meter.update([next(vectors) for _ in group["params"]])
 
     def _feed_signal(self, noise: list[Tensor]) -> None:
         """``|g|^2 - |D|^2``: squared length of the gradient without its noise, unbiased, for each group."""
@@ -436,10 +386,6 @@ class WindowedWarmup(Warmup):
             squares = g.square() - d.square()
             signal = torch.stack([squares[:, slot].sum(-1) for slot in chains.slots], dim=-1)
         self.signal.append(signal.double())
-
-    def _groups(self) -> list[list[GroupReport]]:
-        tails = [meter.tail_index() for meter in self.tails]
-        return group_reports(self.chains, self.curvatures, tails)
 
     def _spacing(self) -> int:
         found = self.traces.spacing()
