@@ -200,8 +200,8 @@ class HMCWarmup(Warmup):
         i = 0
         while i < steps and not (len(accepted) >= FEW_TRAJECTORIES and self._late()):
             looks, count = not fixed and i % every == 0, 0
-            if looks and apart:
-                self._measure(apart)
+            if looks and apart:  # but leave the last window some steps
+                self._measure(min(apart, self.budget - self.spent - (steps - i) - LEAST_WINDOW))
                 looks = False
             if self.multi_step is not None and not looks:
                 count = min(self.multi_step.remaining, steps - i, every - i % every)
@@ -231,7 +231,7 @@ class HMCWarmup(Warmup):
         self.reasons = [self._unsettled(k, shares[k], losses[:, k]) for k in range(chains.count)]
 
     def _measure(self, vectors: int) -> None:
-        """Show the sampler the noise of so many minibatches where the chains are."""
+        """Measure the noise of so many minibatches at the chains' positions."""
         for begin in range(0, vectors, TOGETHER):
             found = self.chains.noise_vectors(min(TOGETHER, vectors - begin))
             for _, noise in found:
