@@ -467,7 +467,7 @@ class Chains:
         prior = dict(zip(self.params, torch._foreach_mul(found, self.prior_weight), strict=True))
         return [h + SCALE * self.num_data if name in scales else h for name, h in prior.items()]
 
-    # -- what chains are ----------------------------------------------------------------------------------------------
+    # -- densities and draws ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def log_likelihood(self, batch: Any) -> Tensor:

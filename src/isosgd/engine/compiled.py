@@ -1,9 +1,9 @@
 """Compiled code: functions that are compiled once it pays, and steps repeated in one compiled call or CUDA graph.
 
-The library that multiplies small matrices on a CPU is chosen here too. Where torch was built with oneDNN it uses that,
-which on ARM is slow for small products: with torch 2.13 on a Neoverse N1 a linear layer of 128 x 13 by 50 x 13 took
-more than ten times as long as with BLAS, and no layer was faster. The choice depends on the machine alone, never on
-timings, which would change the draws.
+The CPU library for small matrix products is chosen here, too. torch uses oneDNN if it was built with it, which is slow
+for small products on ARM: with torch 2.13 on a Neoverse N1 a linear layer of 128 x 13 by 50 x 13 took more than ten
+times as long as with BLAS, and no layer was faster. The choice depends only on the machine, not on timings, which
+would change the draws.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from isosgd.errors import first_line
 
 COMPILE_AFTER = 500  # calls; compiling takes about as long as a few thousand calls
 Tensors = tuple[Tensor, ...]
-Found = tuple[Tensor, Tensor, Tensor]  # parameters, losses of the last step, and sums of losses over all
+Found = tuple[Tensor, Tensor, Tensor]  # parameters, losses of the last step, sums of losses over all steps
 Log = Callable[[str], None]
-"""Takes a line for the user."""
+"""Writes a line to the log."""
 WHAT = "the steps of all chains"
-WARM_UPS = 3  # runs before a capture, in which libraries choose and load what they use
-CACHE = 3 << 18  # bytes of a core's own cache
-SHARED = 6 << 20  # bytes of the next cache: fast enough for what a step reads once, and takes fewer calls
-# Shapes are fixed and tensors are ours, so that nothing has to be checked at every call.
+WARM_UPS = 3  # runs before a capture, in which libraries choose algorithms and load code
+CACHE = 3 << 18  # bytes of the private cache of a core
+SHARED = 6 << 20  # bytes of the next cache: fast enough for what a step reads once, and allows fewer calls
+# Shapes are fixed and tensors are ours, so that compiled code need not check them at every call.
 UNCHECKED: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-# Torch keeps compiled functions in a cache from one process to the next, but loops only where it is told to.
+# torch caches compiled functions between processes, but loops only if told to.
 LOOP: dict[str, Any] = {
     **UNCHECKED,
     "cpp_wrapper": True,
@@ -41,7 +41,7 @@ LOOP: dict[str, Any] = {
 
 
 def _own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a method with its own code object: the compiler refuses code that it has compiled too often."""
+    """A copy of a method with its own code object, since torch refuses to compile the same code too often."""
     if not isinstance(function, MethodType):
         return function
     inner = function.__func__
@@ -57,7 +57,7 @@ class Compiled:
 
     Args:
         after: calls before it is compiled; None for never, 0 for at once.
-        what: what the log calls it.
+        what: its name in the log.
     """
 
     def __init__(
@@ -74,21 +74,21 @@ class Compiled:
         self._fast: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        """The function's value."""
+        """Call the function, compiled if it is time."""
         self.calls += 1
         if self.after is None or self.unsupported_reason or self.calls <= self.after:
             return self.function(*args)
         try:
             return self._first(*args) if self._fast is None else self._fast(*args)
-        except Exception as error:  # whatever the compiler may raise; it may also be called upon later
+        except Exception as error:  # the compiler may raise anything, also in later calls
             self.unsupported_reason = first_line(error)
             return self.function(*args)
 
     def _first(self, *args: Any) -> Any:
-        """Compile it, and call it for the first time."""
+        """Compile the function, and call it."""
         if self.log is not None:
             self.log(f"compiling {self.what}; the first time takes some seconds")
-        options = None if self.options is None else dict(self.options)  # torch takes out what it has read
+        options = None if self.options is None else dict(self.options)  # torch removes options that it has read
         fast = torch.compile(_own(self.function), fullgraph=True, dynamic=False, options=options)
         with warnings.catch_warnings():  # the compiler warns of its own internals
             warnings.simplefilter("ignore")
@@ -98,7 +98,7 @@ class Compiled:
 
 
 def repeat(body: Callable[[int, Tensors], Tensors], count: Tensor, most: int, state: Tensors) -> Tensors:
-    """Apply ``body(0, .)``, ``body(1, .)``, ... to a state; in compiled code the loop is part of it."""
+    """Apply ``body(0, .)``, ``body(1, .)``, ... to a state; the loop is compiled as a loop."""
     if not torch.compiler.is_compiling():
         for k in range(int(count)):
             state = body(k, state)
@@ -118,12 +118,12 @@ def repeat(body: Callable[[int, Tensors], Tensors], count: Tensor, most: int, st
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Memory that tensors take."""
+    """Bytes of memory of tensors."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def block(count: int, each: float, cache: int) -> int:
-    """How many of ``count`` chains to step together, so that what they read at every step stays in the cache.
+    """Number of chains, of ``count``, to step together, so that what they read at every step stays in the cache.
 
     Args:
         each: bytes that a chain reads and writes in a step.
@@ -132,9 +132,9 @@ def block(count: int, each: float, cache: int) -> int:
 
 
 def _end_capture(generators: Sequence[torch.Generator], stream: torch.cuda.Stream) -> None:
-    """After a capture that failed torch lets nobody draw from the generators it knew, and stays on the stream it had.
+    """Restore torch after a failed capture: it leaves generators unusable and stays on the capture's stream.
 
-    One that succeeds puts these, and the default one, right in their place, so that earlier graphs still know them.
+    A small successful capture with these generators and the default one restores them for earlier graphs.
     """
     torch.cuda.set_stream(stream)
     empty, one = torch.cuda.CUDAGraph(), torch.zeros(1, device=stream.device)
@@ -147,17 +147,18 @@ def _end_capture(generators: Sequence[torch.Generator], stream: torch.cuda.Strea
 class Captured:
     """A function without arguments as a CUDA graph.
 
-    It is captured on the current stream, unless that is the default one: libraries keep work space for each stream, so
-    graphs that run side by side must have been captured on streams of their own.
+    It is captured on the current stream unless that is the default one. Libraries have work space for each stream, so
+    graphs that run side by side must be captured on different streams.
 
     Args:
-        body: it may not wait for the device; what it reads and writes must stay in its place.
-        generators: that it draws from.
-        keep: tensors that the runs before the capture must leave as they are.
+        body: must not wait for the device; all that it reads and writes must keep its address.
+        generators: random generators that it uses.
+        keep: tensors that the runs before the capture must not change.
     """
 
     def __init__(self, body: Callable[[], None], generators: Sequence[torch.Generator], keep: Sequence[Tensor]) -> None:
-        every = [*generators, torch.cuda.default_generators[torch.cuda.current_device()]]  # which every graph knows
+        # every graph knows the default generator
+        every = [*generators, torch.cuda.default_generators[torch.cuda.current_device()]]
         before, values = [generator.get_state() for generator in every], [x.detach().clone() for x in keep]
         place, self.graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         own = None if place == torch.cuda.default_stream() else place
@@ -169,7 +170,7 @@ class Captured:
                 with torch.cuda.graph(self.graph, stream=own):
                     body()
             except BaseException:
-                with suppress(RuntimeError):  # of the two errors the first says why
+                with suppress(RuntimeError):  # the first of two errors has the reason
                     _end_capture(generators, place)
                 raise
         finally:
@@ -188,21 +189,21 @@ class Captured:
         torch.cuda.current_stream().wait_stream(stream)
 
     def __call__(self) -> None:
-        """Run it once."""
+        """Replay the graph."""
         self.graph.replay()
 
 
 IndexedStep = Callable[[int, Tensor, Tensors, Tensor, Tensors], tuple[Tensor, Tensor]]
-"""Step k: from parameters, and from minibatches and innovations of all steps, to new parameters and losses."""
+"""Step k, from parameters, minibatches and innovations of all steps to new parameters and losses."""
 
 
 class Looped:
-    """Several steps of chains in one call: a loop in compiled code, which compiles as fast as a single step.
+    """Several steps of chains in one call: a compiled loop, which compiles as fast as a single step.
 
     Args:
-        step: one step.
-        most: steps of a call at most.
-        after: 0 to compile it, None not to.
+        step: a single step.
+        most: the most steps in a call.
+        after: 0 to compile, None for not.
         between: bytes that a chain writes and reads again within a step.
     """
 
@@ -213,15 +214,15 @@ class Looped:
 
     @property
     def unsupported_reason(self) -> str:
-        """Why the loop could not be compiled; empty while it could."""
+        """Why the loop could not be compiled; empty if it could."""
         return self.loop.unsupported_reason
 
     def __call__(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
-        """Where ``count`` steps lead."""
+        """The result of ``count`` steps."""
         number = torch.tensor(count)
         if self.loop.after is None or self.unsupported_reason:
             return self._loop(number, theta, batch, xi, tensors)
-        if len(batch[0]) < self.most:  # the compiled code knows one shape
+        if len(batch[0]) < self.most:  # compiled code has one shape
             batch, xi = self._pad(batch, xi)
         each = bytes_of((theta, *tensors, *(t[0] for t in batch))) / len(theta) + self.between
         size = block(len(theta), each, SHARED)
@@ -248,7 +249,7 @@ class Looped:
 
         def body(k: int, state: Tensors) -> Tensors:
             theta, _, total = state
-            # Views, lest the compiler take two transposes of one of them for tensors of their own, from outside.
+            # Views, so that the compiler does not take two transposes of a tensor for separate inputs.
             own = tuple(t.view(t.shape) for t in tensors)
             theta, loss = self.step(k, theta, batch, xi, own)
             return theta, loss, total + loss
@@ -258,7 +259,7 @@ class Looped:
 
 
 class GraphLoop:
-    """Several steps of chains on a GPU: a full call is one CUDA graph, a shorter one goes step by step.
+    """Several steps of chains on a GPU: a full call is one CUDA graph, a shorter one takes single steps.
 
     The arguments are those of `Looped`.
     """
@@ -284,14 +285,14 @@ class GraphLoop:
         return theta, loss, total
 
     def __call__(self, count: int, theta: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
-        """Where ``count`` steps lead."""
+        """The result of ``count`` steps."""
         if not self.compiled or self.unsupported_reason or count < self.most:
             return self._one_by_one(count, theta, batch, xi, tensors)
         given = [theta, *batch, xi, *tensors]
         if self.graph is None:
             try:
                 self._capture(given, len(batch))
-            except Exception as error:  # whatever a capture may raise
+            except Exception as error:  # a capture may raise anything
                 self.unsupported_reason = first_line(error)
                 return self._one_by_one(count, theta, batch, xi, tensors)
         assert self.graph is not None and self.outputs is not None
@@ -313,7 +314,7 @@ class GraphLoop:
 
 @contextmanager
 def fastest_products(device: torch.device) -> Iterator[None]:
-    """While open, matrix products on the CPU are done by the faster library."""
+    """Context in which matrix products on the CPU use the faster library."""
     before = bool(torch.backends.mkldnn.enabled)
     if not (before and device.type == "cpu" and _onednn_is_slow()):
         yield

@@ -24,7 +24,7 @@ from isosgd.noise.model import dot
 MEMORY = 0.1  # weight of a new probe, once ten have been taken
 LONG_MEMORY = 0.03  # for `Stiffness`: minibatches differ in their stiffest direction, which looks like stiffness
 KEPT = 4  # probes that an old estimate counts for in a new window
-SMALLEST_MOVE = 1e-3  # of a group's own length: keeps differences of float32 gradients meaningful
+SMALLEST_MOVE = 1e-3  # relative to a group's own length: keeps differences of float32 gradients meaningful
 
 Change = Callable[[Tensor], Tensor]  # from a move of flat parameters to the change of gradients on the last minibatch
 
@@ -39,7 +39,7 @@ class Stiffness:
     def __init__(self, like: Tensor, seed: int) -> None:
         generator = torch.Generator(device=like.device).manual_seed(seed)
         self.image = _random(like, generator)
-        self.length: Tensor | None = None  # of the image, when it was last probed
+        self.length: Tensor | None = None  # of the image at the last probe
         self.probes = 0
         self.turn = -1
 
@@ -48,7 +48,7 @@ class Stiffness:
         """One power iteration."""
         along, length = self._along(geometry)
         image = self._image(geometry, along / length.unsqueeze(-1), change)
-        if self.length is not None:  # H may have changed since, and with it the metric
+        if self.length is not None:  # H, and so the metric, may have changed
             self.image.mul_((length / self.length).unsqueeze(-1))
         self.image.lerp_(image, max(LONG_MEMORY, 1.0 / (self.probes + 1)))
         self.length = self._along(geometry)[1]
@@ -56,17 +56,17 @@ class Stiffness:
 
     @torch.no_grad()
     def probe_axis(self, geometry: Geometry, change: Change) -> None:
-        """The Hessian along the next axis of the shape."""
+        """Probe along the next axis of Lambda."""
         self.turn = (self.turn + 1) % geometry.axes
         geometry.observe_hessian(self.turn, self._image(geometry, geometry.axis(self.turn), change))
 
     def _image(self, geometry: Geometry, axis: Tensor, change: Change) -> Tensor:
         """The Hessian times a vector along which H has curvature 1."""
-        far = geometry.scale**0.5  # times such a vector: a posterior standard deviation
+        far = geometry.scale**0.5  # a posterior standard deviation along such a vector
         return change((far * axis).to(self.image.dtype)).div(far)
 
     def forget(self) -> None:
-        """Give new probes more weight, since Lambda or the place has changed."""
+        """Give new probes more weight, since Lambda or the position has changed."""
         self.probes = min(self.probes, KEPT)
 
     def value(self, geometry: Geometry) -> Tensor:
@@ -75,7 +75,7 @@ class Stiffness:
         return length * (length / (length if self.length is None else self.length)) * geometry.unit_rate
 
     def _along(self, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        """``H^-1 w``, and the length of w."""
+        """``H^-1 w``, and the length of w in the metric."""
         along = geometry.direction(self.image).to(self.image.dtype) / geometry.unit_rate.unsqueeze(-1)
         return along, dot(self.image, along).clamp_min(1e-36).sqrt()
 
@@ -84,7 +84,7 @@ class Curvature:
     """Running estimate of the top curvature of each group.
 
     Args:
-        slots: where each group lies in them.
+        slots: position of each group in the flat vectors.
     """
 
     def __init__(self, like: Tensor, slots: Sequence[slice], temperature: float, num_data: int, seed: int) -> None:
@@ -103,7 +103,7 @@ class Curvature:
             image = change(self.own * self._spread(move / self.own_values()))
             self.own.lerp_((image / self._spread(move)).to(self.own.dtype), weight)
         else:
-            # The same over all groups at once, in coordinates where each group's own top curvature is 1.
+            # The same over all groups at once, in coordinates in which each group's own top curvature is 1.
             roots = self.own_values().sqrt()
             move = (self._steps(theta) * roots).amin(-1, keepdim=True)
             image = change(self.joint * self._spread(move / (self._together().unsqueeze(-1) * roots)))
@@ -111,7 +111,7 @@ class Curvature:
         self.probes += 1
 
     def forget(self) -> None:
-        """Give new probes more weight, since the place has changed."""
+        """Give new probes more weight, since the position has changed."""
         self.probes = min(self.probes, KEPT)
 
     def _steps(self, theta: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
-"""A step of Theorem 1 or 2 in one pass over memory, for rates and kicks that act entry by entry.
+"""A step of Theorem 1 or 2 in one pass over memory, for rates and kicks per entry.
 
     theta <- theta - rate (g + decay theta) - kick xi                                  (Theorem 1)
     v <- (1 - a) v - rate (g + decay theta) - kick xi,  theta <- theta + v             (Theorem 2)
 
-``decay`` is the precision of a Gaussian prior over N. The innovations xi are made inside the kernel (by Philox, with
-another key each step). If they are averaged over two steps, those of the previous step are made again from its key.
+``decay`` is the precision of a Gaussian prior over N. The kernel makes the innovations xi (by Philox, with a new key
+at each step). If they are averaged over two steps, those of the previous step are made again from its key.
 
 If the step also moves along a few directions that all parameters share (`isosgd.samplers.program.Directions`), there
 are two passes: the first also projects the force onto the directions, the second adds what they contribute.
 
-The kernels are Triton's, which comes with torch where there is a GPU, and may be captured in a CUDA graph.
+The kernels use Triton, which comes with torch for GPUs, and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from torch import Tensor
 from isosgd.samplers.innovations import CHUNK, make_normals
 from isosgd.samplers.program import Directions, Elementwise
 
-ALIGN = 16  # tensors begin at multiples of it, so that their values are read sixteen bytes at a time
+ALIGN = 16  # tensors start at multiples of it, so that sixteen bytes are read at a time
 WARPS = 4  # of one program
 MOST_DIRECTIONS = 64
-MOST_PROJECTED = 1 << 21  # parameters, beyond which the matrix products of a library are as fast
-ROWS = 64  # chunks whose projections are added up at once
+MOST_PROJECTED = 1 << 21  # for more parameters, the matrix products of a library are as fast
+ROWS = 64  # chunks whose projections are added at once
 
 
 class FlatParameters:
-    """Parameters as views of one flat tensor, each in its own order of memory (channels-last stays as it is).
+    """Parameters as views of one flat tensor, each in its own memory order (channels-last is kept).
 
     Args:
-        params: the parameters; from now on their values live in ``values``.
+        params: the parameters; their values move to ``values``.
 
     Example:
         >>> net = torch.nn.Linear(3, 2)
@@ -61,7 +61,7 @@ class FlatParameters:
                 p.data = view
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """A flat tensor of this layout, as tensors in the shapes and strides of the parameters."""
+        """A flat tensor of this layout as tensors in the shapes and strides of the parameters."""
         return [
             flat.as_strided(p.shape, p.stride(), flat.storage_offset() + offset)
             for p, offset in zip(self.params, self.offsets, strict=True)
@@ -87,10 +87,10 @@ def unsupported_reason(flat: FlatParameters, like: Elementwise) -> str:
 
 
 class FusedStep:
-    """Steps of flat parameters by the kernels.
+    """Takes steps of flat parameters by the kernels.
 
     Args:
-        like: a first step, which says which of its numbers are tensors.
+        like: a first step, which shows which of its numbers are tensors.
         decays: precision of each tensor's Gaussian prior, over N.
     """
 
@@ -110,7 +110,7 @@ class FusedStep:
         self.friction = like.friction
         self.velocity = self.none if like.friction is None else torch.zeros_like(flat.values)
         self.decays = torch.tensor(list(decays), device=device, dtype=torch.float32)
-        self.keys = torch.empty(1, dtype=torch.int64, device=device)  # of the last step; the next one is larger by 1
+        self.keys = torch.empty(1, dtype=torch.int64, device=device)  # of the last step; the next key is larger by 1
         self.keys.random_(generator=generator)
         self._lay_out(device)
         self.shared: _Shared | None = None
@@ -118,7 +118,7 @@ class FusedStep:
 
     @torch.no_grad()
     def set(self, step: Elementwise) -> bool:
-        """Take rates and kicks; returns whether a captured step uses them, which must else be captured again."""
+        """Set rates and kicks; returns whether a captured step uses them, or must be captured again."""
         for out, wide, found in zip((self.rates, self.kicks), self.wide, (step.rates, step.kicks), strict=True):
             if wide:
                 self.flat.join([x.expand(p.shape) for x, p in zip(found, self.flat.params, strict=True)], out)
@@ -138,7 +138,7 @@ class FusedStep:
         kernel, combine, spread = self.kernels
         shared, none = self.shared, self.none
         exact = shared is not None and shared.exact
-        with torch.cuda.device(gradient.device):  # Triton launches where torch is, not where its arguments are
+        with torch.cuda.device(gradient.device):  # Triton launches on torch's current device
             kernel[(self.chunks,)](
                 self.flat.values, gradient, self.rates, self.kicks, self.decays, self.starts, self.counts, self.owners,
                 self.keys, self.velocity, 1.0 - (self.friction or 0.0),
@@ -160,7 +160,7 @@ class FusedStep:
             )  # fmt: skip
 
     def _lay_out(self, device: torch.device) -> None:
-        """Cut the tensors into chunks: of each, its place, its length, and the number of its tensor."""
+        """Cut the tensors into chunks: position, length, and number of the tensor of each."""
         starts, counts, owners = list[int](), list[int](), list[int]()
         for i, p in enumerate(self.flat.params):
             for start in range(0, p.numel(), CHUNK):
@@ -174,7 +174,7 @@ class FusedStep:
 
 
 class _Shared:
-    """The directions of a step in the layout of flat parameters, and the memory that its passes share."""
+    """The directions of a step in the layout of flat parameters, and memory shared by its passes."""
 
     def __init__(self, flat: FlatParameters, found: Directions, chunks: int) -> None:
         self.flat, self.count, self.exact = flat, len(found.basis), found.undo is not None
@@ -191,7 +191,7 @@ class _Shared:
         self.set(found)
 
     def set(self, found: Directions) -> None:
-        """Take other values."""
+        """Set new values."""
         if self.of is not found.basis or self.version != found.basis._version:
             for row, values in zip(self.basis, found.basis, strict=True):
                 self._place(values, row)
@@ -204,7 +204,7 @@ class _Shared:
             self._place(found.reach, self.reach)
 
     def _place(self, values: Tensor, out: Tensor) -> None:
-        """Values of all parameters, one after the other, in the layout of the flat ones."""
+        """Values of all parameters in the layout of the flat ones."""
         params = self.flat.params
         parts = torch.split(values, [p.numel() for p in params])
         self.flat.join([part.view(p.shape) for part, p in zip(parts, params, strict=True)], out)
@@ -212,7 +212,7 @@ class _Shared:
 
 @lru_cache(maxsize=1)
 def make_kernels() -> Any:
-    """The step, and the two passes that follow it if there are directions; None where there is no Triton."""
+    """The step, and the two passes that follow it if there are directions; None without Triton."""
     normals = make_normals()
     if normals is None:
         return None
@@ -272,7 +272,7 @@ def make_kernels() -> Any:
             force += tl.sum(tl.load(along + place, mask=inside, other=0.0), 1)
             if EXACT:
                 reached += tl.sum(tl.load(along + directions * CHUNKS + place, mask=inside, other=0.0), 1)
-        key, counter = tl.load(keys), CHUNKS * QUARTER + j  # counters that no parameter has
+        key, counter = tl.load(keys), CHUNKS * QUARTER + j  # counters that no parameter uses
         xi = tl.randn(key, counter)
         if AVERAGED:
             xi = 0.5 * (xi + tl.randn(key - 1, counter))

@@ -1,8 +1,8 @@
 """One chain on a GPU as CUDA graphs: minibatch, transform, network and update without the host in between.
 
 Three things are captured once and replayed: the next minibatch (drawn, gathered and transformed on the device), the
-gradient on the present minibatch, and a whole step. Their inputs and outputs have fixed places in memory. Batches of a
-loader are copied into fixed buffers; a batch of another size is taken without a graph.
+gradient on the current minibatch, and a whole step. Their inputs and outputs have fixed addresses. Batches of a loader
+are copied into fixed buffers; a batch of another size is processed without a graph.
 
 Noise vectors are differences of successive gradients over sqrt(2), so that all steps have one shape.
 """
@@ -25,11 +25,11 @@ from isosgd.errors import first_line
 from isosgd.samplers.program import Elementwise, ScheduledProgram, StepProgram
 from isosgd.target.batches import tensors_of, tree_map
 
-TURN = 64  # steps of a chain before it is the turn of another one
+TURN = 64  # steps of a chain before another one continues
 
 
 def unsupported_reason(run: Chains) -> str:
-    """Why chains cannot run as CUDA graphs; empty when they can."""
+    """Why chains cannot run as CUDA graphs; empty if they can."""
     if not run.leaves[0].is_cuda:
         return "not on a GPU"
     if run.ranks is not None:
@@ -49,7 +49,7 @@ def accelerate(run: Chains) -> None:
     if not run.graph_unsupported:
         try:
             run.graph = GraphGradients(run)
-        except Exception as error:  # whatever a user's model may raise while it is captured
+        except Exception as error:  # a user's model may raise anything during capture
             run.graph_unsupported = first_line(error)
 
 
@@ -67,15 +67,15 @@ class GraphGradients:
         self.loss = torch.zeros(1, device=self.flat.values.device)
         self.finite = torch.ones(1, dtype=torch.bool, device=self.flat.values.device)
         precisions = run.target.prior_precisions(run.params)
-        # Of a Gaussian prior, for each parameter and for each value.
+        # Precisions of a Gaussian prior, for each parameter and for each value.
         self.decays = None if precisions is None else [run.prior_weight * tau / run.num_data for tau in precisions]
         self.decay: Tensor | None = None
         if self.decays is not None:
             self.decay = torch.zeros_like(self.gradient)
             for view, rate in zip(self.flat.views(self.decay), self.decays, strict=True):
                 view.fill_(rate)
-        self.batch: Any = None  # in its fixed place
-        self.irregular = 0  # batches of another size than the first
+        self.batch: Any = None  # at its fixed address
+        self.irregular = 0  # number of batches of another size than the first
         self._fixed: list[Tensor] = []
         self._raw: Any = None
         if isinstance(self.batches, TensorBatches):
@@ -98,7 +98,7 @@ class GraphGradients:
         self.batch = self.batches.transform(self._raw)
 
     def next(self) -> Any:
-        """The next minibatch, in its fixed place; a batch of another size than the first is itself."""
+        """The next minibatch, at its fixed address; a batch of another size than the first is returned as it is."""
         if isinstance(self.batches, IterableBatches):
             raw = self.batches.raw()
             found = tensors_of(raw)
@@ -116,7 +116,8 @@ class GraphGradients:
     def differentiate(self, batch: Any, prior: bool = True) -> None:
         """Loss and gradient at a minibatch, with or without the part of a Gaussian prior."""
         run = self.run
-        weight = run.prior_weight if self.decays is None else 0.0  # of what autograd's gradient gets added here
+        # of the prior that is added to autograd's gradient here
+        weight = run.prior_weight if self.decays is None else 0.0
         loss, gradients = run.target.gradient(run.params, batch, run.num_data, weight)
         self.flat.join(gradients, self.gradient)
         if prior and self.decay is not None:
@@ -124,7 +125,7 @@ class GraphGradients:
         self.loss.copy_(loss.reshape(1))
 
     def __call__(self) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Loss, gradients and whether they are finite, at the minibatch at hand: copies."""
+        """Copies of loss, gradients, and whether they are finite, at the current minibatch."""
         self._gradients()
         finite = self.finite.clone()
         gradient = torch.where(finite, self.gradient, 0.0)
@@ -132,7 +133,7 @@ class GraphGradients:
 
 
 class FusedUpdate:
-    """The update of a step that acts on each parameter on its own: one pass over memory."""
+    """The update of a step entry by entry, in one pass over memory."""
 
     def __init__(self, run: Chains, program: StepProgram, like: Elementwise) -> None:
         assert run.graph is not None and run.graph.decays is not None
@@ -142,11 +143,11 @@ class FusedUpdate:
             self.fused.keys.copy_(run.keys[:1])
         run.keys = self.fused.keys
         self.kept = [run.graph.flat.values, self.fused.keys, self.fused.velocity]
-        self.prior = False  # the kernel adds that of the prior
-        self.table: list[tuple[Tensor, Tensor]] = []  # rates and kicks of the steps to come, where they change
+        self.prior = False  # the kernel adds the prior
+        self.table: list[tuple[Tensor, Tensor]] = []  # rates and kicks of the next steps, if they change
 
     def begin(self, steps: int) -> None:
-        """Take the sampler's velocity, and the rates of the next steps."""
+        """Take over the sampler's velocity and the rates of the next steps."""
         if isinstance(self.program, ScheduledProgram):
             found = (x[:, 0, self.program.groups].to(self.fused.rates) for x in self.program.table(steps))
             self.table = list(zip(*found, strict=True))
@@ -163,7 +164,7 @@ class FusedUpdate:
         self.fused.step(gradient)
 
     def renew(self) -> bool:
-        """Take the present rates and kicks; returns whether a captured step uses them."""
+        """Set the current rates and kicks; returns whether a captured step uses them."""
         found = self.program.elementwise()
         assert found is not None
         return self.fused.set(found)
@@ -196,7 +197,7 @@ class ProgramUpdate:
         """All steps have the same rates."""
 
     def begin(self, steps: int) -> None:
-        """Take the sampler's state."""
+        """Take over the sampler's state."""
         self.state.copy_(self.program.begin())
         if self.program.lead:
             before = self.program.sampler.injector.last
@@ -217,7 +218,9 @@ class ProgramUpdate:
         program.write([p.detach() for p in self.run.leaves], program.parameters(self.state))
 
     def renew(self) -> bool:
-        """Take the tensors that the sampler exports now; False if shapes have changed and a new capture is needed."""
+        """Take over the tensors that the sampler exports; False if shapes have changed and the step must be captured
+        again.
+        """
         tensors, injection = self._exported()
         old, new = [*self.tensors, *self.injection], [*tensors, *injection]
         if [t.shape for t in old] != [t.shape for t in new]:
@@ -242,7 +245,7 @@ class GraphSteps:
         noise_every: if the sampler follows the noise, every k-th step gives a noise vector.
 
     Raises:
-        RuntimeError: where the sampler's steps cannot be captured; it says why.
+        RuntimeError: if the sampler's steps cannot be captured; it says why.
     """
 
     def __init__(self, run: Chains, noise_every: int) -> None:
@@ -261,8 +264,8 @@ class GraphSteps:
         if program.scheduled and single is None:
             raise RuntimeError("rates change from step to step")
         self.update = ProgramUpdate(run, program) if single is None else FusedUpdate(run, program, single)
-        # Zero as long as all losses were finite, else NaN: one operation a step. The step after a gradient that is not
-        # finite has such a loss.
+        # Zero while all losses are finite, else NaN: one operation per step. The step after a non-finite gradient has
+        # such a loss.
         self.faults, self._zero = (torch.zeros(1, device=run.alive.device) for _ in range(2))
         self._before = torch.zeros_like(self.graph.gradient)
         self._loader = isinstance(run.batches, IterableBatches)
@@ -281,19 +284,19 @@ class GraphSteps:
         self.update.step(self.graph.gradient)
 
     def take_steps(self, done: int, steps: int, tick: Callable[[int], None]) -> None:
-        """Take a number of steps; as `turns`, without letting others go on in between."""
+        """Take a number of steps without turns of other chains."""
         for _ in self.turns(done, steps, tick):
             pass
 
     def turns(self, done: int, steps: int, tick: Callable[[int], None]) -> Iterator[None]:
-        """Take a number of steps, some at a time, between which other chains may use the device.
+        """Take a number of steps, pausing from time to time so that other chains may use the device.
 
-        Nothing waits for the device before the end, where it is checked that all losses were finite.
+        Waits for the device only at the end, to check that all losses were finite.
         """
         with torch.no_grad():
             start = self.graph.flat.values.clone()
             self.update.begin(steps)
-        whole_before = False  # whether the gradient at hand is of a batch of the usual size, taken in this call
+        whole_before = False  # whether the current gradient is of a batch of the usual size, taken in this call
         for first in range(done, done + steps, TURN):
             end = min(first + TURN, done + steps)
             with torch.no_grad():

@@ -133,7 +133,7 @@ class MultiStep:
             self.known[key] = loop, split
         return self.known[key]
 
-    # -- what goes in -------------------------------------------------------------------------------------------------
+    # -- inputs of a call ---------------------------------------------------------------------------------------------
 
     def _tensors(self) -> Tensors:
         """The sampler's tensors that a step needs, such as Lambda."""

@@ -110,7 +110,7 @@ class Ranks:
         """Numbers of the chains that this rank's team draws."""
         return list(range(self.team, chains, self.teams))
 
-    # -- what all ranks tell each other -------------------------------------------------------------------------------
+    # -- communication of all ranks -----------------------------------------------------------------------------------
 
     def __enter__(self) -> Ranks:
         try:
@@ -214,7 +214,7 @@ class Ranks:
                 return (RankValueError if found["wrong"] else RankError)(f"on rank {rank}: {found['text']}", rank)
         return None
 
-    # -- what the ranks of a team do at every step --------------------------------------------------------------------
+    # -- communication within a team ----------------------------------------------------------------------------------
 
     def sum_(self, x: Tensor) -> Tensor:
         """Sum a tensor over the team, in place; the result is bitwise the same on all ranks."""
