@@ -1,15 +1,18 @@
 """The parts of the loop: batches, data sets, autocorrelation."""
 
+import itertools
 import math
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from isosgd import DataSets
-from isosgd.data.sources import IterableBatches, TensorBatches, as_data, batch_length, halves, make_batches, size_of
+from isosgd import DataSets, Posterior, Target, priors, sample
+from isosgd.data.sources import batch_length, halves
 from isosgd.diagnostics import integrated_time
 
 SIGMAS = 4.5
@@ -17,12 +20,33 @@ SIGMAS = 4.5
 # ------------------------------------------------------------------------------------------------ batches
 
 
+def run(data: Any, transform: Any = None, num_data: int | None = None, **settings: Any) -> Posterior:
+    """A run that hardly moves, for its data."""
+    target = Target(
+        lambda params, batch: -0.5 * (batch[0].float() - params["mu"]).square(), priors.Normal(1.0),
+        init={"mu": 0.0}, num_data=num_data,
+    )  # fmt: skip
+    quick: dict[str, Any] = {"keep_every": 1, "compile": False, "progress": False}
+    quick |= {} if "warmup" in settings else {"method": "sgld", "lr": 1e-9, "warmup": 0}
+    return sample(target, data, transform=transform, **quick, **settings)
+
+
+def minibatches(data: Any, steps: int, **settings: Any) -> list[Any]:
+    """Those that the steps of a run take."""
+    seen = []
+
+    def transform(batch: Any, generator: torch.Generator) -> Any:
+        seen.append(batch)
+        return batch
+
+    run(data, transform, draws=steps, **settings)
+    return seen[-steps:]  # before them the settings are checked
+
+
 def test_tensors_are_drawn_uniformly_with_replacement() -> None:
-    rows, size, steps = 10, 8, 2000
-    batches = TensorBatches((torch.arange(rows), torch.arange(rows) * 2), size, seed=0)
+    rows, size, steps = 10, 8, 1000
     drawn = []
-    for _ in range(steps):
-        x, y = batches.next()
+    for x, y in minibatches((torch.arange(rows), torch.arange(rows) * 2), steps, batch_size=size):
         assert torch.equal(y, 2 * x)
         drawn.append(x)
     counts = torch.bincount(torch.cat(drawn), minlength=rows).double()
@@ -36,33 +60,36 @@ def test_tensors_are_drawn_uniformly_with_replacement() -> None:
 
 def test_tensor_batches_follow_their_seed() -> None:
     x = torch.arange(100)
-    a, b, c = (TensorBatches((x,), 8, seed=seed) for seed in (1, 1, 2))
-    first, second, third = ([batches.next()[0] for _ in range(3)] for batches in (a, b, c))
+    first, second, third = ([b[0] for b in minibatches((x,), 3, batch_size=8, seed=seed)] for seed in (1, 1, 2))
     assert all(map(torch.equal, first, second)) and not any(map(torch.equal, first, third))
 
 
 @pytest.mark.parametrize(("rows", "size"), [(5, 5), (8, 8), (50, 24), (155, 76), (1000, 128), (10**6, 128)])
 def test_the_default_batch_is_half_of_the_data_within_bounds(rows: int, size: int) -> None:
-    assert size_of(None, rows) == size
+    assert run((torch.arange(rows),), draws=1).info["batch_size"] == size
 
 
+@pytest.mark.filterwarnings("ignore:.*not drawn independently:isosgd.SamplingWarning")
 def test_an_iterable_starts_again() -> None:
-    batches = IterableBatches([(torch.tensor([k]),) for k in range(3)], None)
-    assert [int(batches.next()[0]) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    seen = minibatches([(torch.tensor([k, k]),) for k in range(3)], 7, num_data=6)
+    numbers = [int(batch[0][0]) for batch in seen]
+    assert all(after == (before + 1) % 3 for before, after in itertools.pairwise(numbers))
 
 
 @pytest.mark.parametrize(("replacement", "independent"), [(True, True), (False, False)])
 def test_a_loader_says_whether_it_draws_independently(replacement: bool, independent: bool) -> None:
-    data = TensorDataset(torch.arange(6.0))
-    loader = DataLoader(data, batch_size=2, sampler=RandomSampler(data, replacement=replacement))
-    assert IterableBatches(loader, None).independent == independent
-    assert TensorBatches((torch.arange(6.0),), 2, 0).independent
+    data = TensorDataset(torch.arange(60.0))
+    loader = DataLoader(data, batch_size=6, sampler=RandomSampler(data, replacement=replacement))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(loader, draws=2, warmup=150, structure="layer")
+    assert any("not drawn independently" in str(warning.message) for warning in caught) is not independent
 
 
 def test_arrays_are_data_too() -> None:
-    batches = make_batches(as_data((np.arange(12.0), np.arange(12)), 4, None), 4, 0, None)
-    x, y = batches.next()
-    assert torch.equal(x.long(), y) and len(x) == 4
+    for x, y in minibatches((np.arange(12.0), np.arange(12)), 3, batch_size=4):
+        assert isinstance(x, Tensor) and x.dtype == torch.float32
+        assert torch.equal(x.long(), y) and len(x) == 4
 
 
 @pytest.mark.parametrize("n", [2, 5, 8])
@@ -127,14 +154,14 @@ def test_one_tensor_alone_is_not_taken_for_a_tuple_of_its_rows() -> None:
 
 
 def test_each_chain_draws_from_its_own_rows_and_all_of_them() -> None:
-    rows = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3], [3, 7, 8, 9]])
-    batches = TensorBatches((torch.arange(10), torch.arange(20).view(10, 2)), 4, 0, 3, rows)
-    drawn, pairs = zip(*(batches.next() for _ in range(100)), strict=True)
-    values = torch.stack(drawn, 1)
-    assert values.shape == (3, 100, 4)
-    assert [sorted(set(chain.flatten().tolist())) for chain in values] == rows.tolist()
+    rows = torch.tensor([[0, 1, 2, 3], [3, 7, 8, 9]])
+    seen = minibatches(DataSets((torch.arange(10), torch.arange(20).view(10, 2)), rows), 100, batch_size=4, chains=2)
+    values, pairs = (torch.stack(parts, 1).unflatten(0, (4, 4)).transpose(1, 2) for parts in zip(*seen, strict=True))
+    assert values.shape == (4, 100, 4)  # examples of all chains go through a transform together
+    expected = rows.repeat_interleave(2, 0).tolist()
+    assert [sorted(set(chain.flatten().tolist())) for chain in values] == expected
     assert not torch.equal(values[0], values[1])  # chains of one set draw on their own
-    assert torch.equal(torch.stack(pairs, 1)[..., 1], 2 * values + 1)
+    assert torch.equal(pairs[..., 1], 2 * values + 1)
 
 
 # ------------------------------------------------------------------------------------------------ autocorrelation

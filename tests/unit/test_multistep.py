@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isosgd import DataSets, Posterior, SamplingWarning, Target, priors, sample
+from isosgd import DataSets, DivergedError, Posterior, SamplingWarning, Target, priors, sample
 from isosgd.data.sources import TensorBatches
 from isosgd.engine.chains import Chains
 from isosgd.engine.multistep import MultiStep, unsupported_reason
@@ -146,22 +146,22 @@ def test_data_sets_keep_to_their_own_rows() -> None:
         assert set(index[:, k].flatten().tolist()) <= set(FOLDS[k // 2].tolist())
 
 
+@pytest.mark.usefixtures("eager_compiler")
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    "options",
     [
-        ({"method": "sgrld", "lr": 1e-3}, "depends on the position of the chain"),
-        ({"method": "sgrhmc", "lr": 1e-3}, "depends on the position of the chain"),
-        ({"method": "csghmc", "lr": 1e-3, "corrected": True}, "rates change from step to step"),
-        ({"method": "adaptive-sghmc", "lr": 1e-3}, "still adapted"),
-        ({"method": "sgld", "lr": 1e-3, "decay": 0.5}, "rates change from step to step"),
-        ({"noise": "gaussian", "correction": "diagonal", "lam": 1.0}, "single gradients"),
+        {"method": "sgrld", "lr": 1e-3},  # whose noise depends on where the chain is
+        {"method": "sgrhmc", "lr": 1e-3},
+        {"method": "csghmc", "lr": 1e-3, "corrected": True, "cycle": 4},  # whose rates change from step to step
+        {"method": "adaptive-sghmc", "lr": 1e-3},  # which is still adapted
+        {"method": "sgld", "lr": 1e-3, "decay": 0.5},
+        {"noise": "gaussian", "correction": "diagonal", "lam": 1.0},  # which sees single gradients
     ],
+    ids=str,
 )
-def test_others_take_single_steps(options: dict[str, Any], reason: str) -> None:
-    given = dict(options)
-    schedule = Schedule(make_target(), (X, Y), None, 2, 10, 0, None, None)
-    _, run = next(iter(schedule.runs(sampler_factory(given.pop("method", "isgd"), ROWS, 1.0, 10, 1, given))))
-    assert reason in unsupported_reason(run)
+def test_others_take_single_steps(options: dict[str, Any]) -> None:
+    assert quick(warmup=0, draws=2, keep_every=2, **options).info["engine"] == "together, compiled"
+    assert quick(warmup=0, draws=2, keep_every=2, method="sgld", lr=1e-3).info["engine"].endswith("steps a call")
 
 
 def cliff(threshold: float) -> Target:
@@ -189,21 +189,20 @@ def test_a_chain_that_diverges_is_dropped_with_its_number_and_cause() -> None:
     assert "gradient of group 'mu' is not finite" in found.info["dropped"][1]
 
 
+@pytest.mark.usefixtures("eager_compiler")
 def test_the_place_of_failure_is_found_exactly() -> None:
     """The step, and the state before it, are those at which the gradient was not finite."""
+    settings: dict[str, Any] = {"method": "sgld", "lr": 0.01, "temperature": 1e-12, "warmup": 0, "batch_size": 4}
+    settings |= {"draws": 3, "keep_every": 10, "compile": True, "progress": False}
     y = torch.full((20,), 20.0)
-    schedule = Schedule(cliff(10.0), (y,), lambda k: {"mu": 0.0 if k else 9.5}, 2, 4, 0, None, None)
-    make = sampler_factory("sgld", 20, 1e-12, 4, 1, {"lr": 0.01})
-    _, run = next(iter(schedule.runs(make)))
-    stride = MultiStep(run, 100, compiled=False)
-    stride.take_steps(0, 20, lambda count: None)  # 9.5 + 0.01 * 10.5 a step: beyond 10 after five
-    assert list(run.failures) == [0] and run.alive.tolist() == [False, True]
-    error = run.failures[0]
+    with pytest.raises(DivergedError) as caught:  # 9.5 + 0.01 * 10.5 a step: beyond 10 after five
+        sample(cliff(10.0), (y,), init={"mu": 9.5}, **settings)
+    error = caught.value
     assert error.step == 5 and error.group == "mu" and 10.0 < float(error.state["mu"]) < 10.2
-    before = run.params["mu"].clone()
-    stride.take_steps(20, 10, lambda count: None)
-    assert run.params["mu"][0] == before[0] and run.params["mu"][1] != before[1]
-    assert list(run.failures) == [0] and run.gradients == 30
+    with pytest.warns(SamplingWarning, match="chain 0 was dropped: after 5 gradients the gradient of group 'mu'"):
+        found = sample(cliff(10.0), (y,), chains=2, init=lambda k: {"mu": 0.0 if k else 9.5}, **settings)
+    assert found.info["engine"].endswith("several steps a call") and found.info["chain_indices"] == [1]
+    assert bool((found.draws["mu"].diff(dim=1) > 0.1).all())
 
 
 def test_where_nothing_can_be_compiled_steps_are_taken_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
