@@ -101,6 +101,7 @@ def judge(
     reports: Sequence[Mapping[str, Any]] = (),
     rhat: float = RHAT,
     least: float = ESS,
+    longer: str = "",
 ) -> Verdict:
     """The verdict.
 
@@ -113,6 +114,7 @@ def judge(
         reports: of each chain's warm-up.
         rhat: largest accepted R-hat.
         least: required effective draws.
+        longer: how to run longer, if not in the usual way.
     """
     wrong = _wrong(temperature, found, along) + ([] if traces is None else _coupled(traces))
     short = [] if wrong else _short(temperature, found, along, summary, rhat, least)
@@ -127,7 +129,7 @@ def judge(
     return Verdict(
         conclusion,
         tuple(reason for reason, _ in cases),
-        tuple(dict.fromkeys(fix for _, fix in cases if fix)),
+        tuple(dict.fromkeys(longer if longer and fix == RUN_LONGER else fix for _, fix in cases if fix)),
         tuple(_remarks(warmup, reports, conclusion == "trust it")),
         temperature,
         tuple(found),
@@ -319,6 +321,7 @@ OFF_CENTRE = (
     "check that the sampler used the gradient of this target: the same data, number of data N, prior and likelihood; "
     "otherwise use a longer warmup="
 )
+IN_CYCLES = "more draws (draws=) or more chains (chains=)"
 RUN_LONGER = (
     "more draws (draws=; in a loop of your own more steps), more chains (chains=), a larger spacing (keep_every=) or a "
     "longer warmup="

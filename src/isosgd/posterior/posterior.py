@@ -19,7 +19,7 @@ from isosgd.data.sources import as_tensors, joined
 from isosgd.diagnostics.meter import LEAST
 from isosgd.diagnostics.summary import PosteriorSummary, summary_of
 from isosgd.diagnostics.traces import as_array
-from isosgd.diagnostics.verdict import ESS, RHAT, Verdict, judge
+from isosgd.diagnostics.verdict import ESS, IN_CYCLES, RHAT, Verdict, judge
 from isosgd.errors import check_integer
 from isosgd.metrics.checks import between_0_and_1
 from isosgd.posterior.arviz import to_datatree
@@ -762,7 +762,8 @@ class Posterior:
         traces = followed(own, held_out if held_out is not None else data, inputs, examples, device)
         every = [as_array(x).reshape(own.num_chains, own.num_draws, -1) for _, x in traces.values()]
         reports = self.info.get("warmup", [])
-        verdict = judge(wanted, found, along, summary_of(traces), np.concatenate(every, -1), reports, rhat, ess)
+        longer = IN_CYCLES if self.info.get("options", {}).get("lr") == "heated" else ""  # they take no other
+        verdict = judge(wanted, found, along, summary_of(traces), np.concatenate(every, -1), reports, rhat, ess, longer)
         return replace(verdict, opening=self._opening(held_out, device))
 
     def to_arviz(self, data: Any = None, *, parameters: Sequence[str] | None = None, seed: int = 0) -> Any:

@@ -481,6 +481,7 @@ class TrainedRun:
             what += f" at the softmax temperature {judged.softmax_temperature:.2g}"
         if count is not None:
             what += f", by the first {count} of {found.num_draws} draws"
+        what += f" (the start {judged.nll - judged.difference:.4g}; each half is scored by the choices of the other)"
         warn_of_end(judged.softmax_temperature)
         tell(f"held-out examples: {what}", self.shows)
         both.info |= {**self.spent, **self._about(replace(choice, reason=f"{choice.reason}; {what}"))}
