@@ -218,9 +218,7 @@ class ProgramUpdate:
         program.write([p.detach() for p in self.run.leaves], program.parameters(self.state))
 
     def renew(self) -> bool:
-        """Take over the tensors that the sampler exports; False if shapes have changed and the step must be captured
-        again.
-        """
+        """Take over the exported tensors; False if shapes have changed, so that a new capture is needed."""
         tensors, injection = self._exported()
         old, new = [*self.tensors, *self.injection], [*tensors, *injection]
         if [t.shape for t in old] != [t.shape for t in new]:

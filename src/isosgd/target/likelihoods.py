@@ -269,9 +269,7 @@ class Tokens(Likelihood):
         return p * (1 - p)
 
     def simulate(self, output: Tensor, params: Params, generator: torch.Generator) -> Tensor:
-        """The next token at each position, given the true tokens before it; with ``shift`` the first token is
-        ignored.
-        """
+        """The next token at each position, given the true ones before it; with ``shift`` the first is ignored."""
         found = output.softmax(-1).flatten(0, 1).multinomial(1, generator=generator).view(output.shape[:2])
         return torch.cat([torch.full_like(found[:, :1], self.ignore), found[:, :-1]], 1) if self.shift else found
 

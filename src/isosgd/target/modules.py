@@ -309,9 +309,7 @@ class ModuleLikelihood:
 
     @property
     def layered(self) -> bool:
-        """Whether the module is `batched`, its layers are those of `isosgd.native.layers`, and derivatives are
-        known.
-        """
+        """Whether it is `batched`, its layers are those of `isosgd.native.layers`, and derivatives are known."""
         closed = isinstance(self.likelihood, Likelihood) and type(self.likelihood).slopes is not Likelihood.slopes
         return closed and self.batched and hasattr(self._module, "arranged")
 
