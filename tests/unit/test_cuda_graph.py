@@ -151,7 +151,7 @@ def test_several_starts_run_side_by_side_and_give_the_draws_that_they_give_in_tu
     found = several(3)
     assert found.info["engine"].startswith("3 side by side") and "CUDA graph of whole steps" in found.info["engine"]
     stored = several(3, store=tmp_path / "run")
-    monkeypatch.setattr(Schedule, "most_side_by_side", 1)
+    monkeypatch.setattr(Schedule, "most_side_by_side", 1)  # as on a GPU whose memory is full: no setting asks for it
     in_turn = several(3)
     assert in_turn.info["engine"].startswith("in turn")
     for name, x in found.draws.items():

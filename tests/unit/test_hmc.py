@@ -163,6 +163,7 @@ def test_a_place_on_the_way_that_would_be_rejected_is_no_draw() -> None:
     assert torch.equal(home, run.natural()["0.weight"])
 
 
+@pytest.mark.long
 def test_trajectories_are_longer_where_that_pays() -> None:
     """Steps of a network are short beside its posterior's width in most directions; a regression's are not."""
     g = torch.Generator().manual_seed(2)

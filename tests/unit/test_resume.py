@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from isosgd import METHODS, DataSets, Interrupted, Posterior, SamplingWarning, Target, load, priors, resume, sample
-from isosgd.engine import compiled
 from isosgd.noise import MovingAverage
 from tests.crashes import MACHINE, Crash, Tanh, crash_after, stored_draws
 
@@ -187,17 +186,15 @@ def test_compiled_gradients_begin_when_they_would_have(tmp_path: Path, monkeypat
 
         return fast
 
-    monkeypatch.setattr(compiled.torch, "compile", compile_)
-    monkeypatch.setattr("isosgd.sampling.settings.COMPILE_AFTER", 150)
-    settings = {**QUICK, "chains": 2, "structure": "layer", "compile": "auto"}
+    monkeypatch.setattr(torch, "compile", compile_)
+    settings = {**QUICK, "chains": 2, "structure": "layer", "compile": "auto", "warmup": 700}  # it begins at 500
     crash_and_resume(tmp_path, lambda **store: sample(make_target(), (X, Y), **settings, **store), *IN_WARMUP_AND_DRAWS)
     assert load(tmp_path).info["engine"] == "together, compiled"
 
 
 @pytest.mark.slow
-def test_really_compiled_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isosgd.sampling.settings.COMPILE_AFTER", 150)
-    settings = {**QUICK, "chains": 2, "compile": "auto"}
+def test_really_compiled_gradients(tmp_path: Path) -> None:
+    settings = {**QUICK, "chains": 2, "compile": "auto", "warmup": 700}
     crash_and_resume(tmp_path, lambda **store: sample(make_target(), (X, Y), **settings, **store), *IN_WARMUP_AND_DRAWS)
 
 
