@@ -141,10 +141,6 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
             return X
         return np.asarray(X, dtype=np.float64) if framed else columns.named(X)
 
-    def _inputs(self, X: Any) -> torch.Tensor:
-        X = self._checked(X)
-        return self.columns_.inputs(X)
-
     def unlike(self, X: Any) -> list[list[str]]:
         """Why each row is unlike the training data; empty for those that are like them.
 
@@ -258,7 +254,7 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
 
     def _predicted(self, X: Any, of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Array:
         """A function of means and noise variances ``[draws, n, outputs]`` of all draws, in batches of rows."""
-        parts = torch.split(self._inputs(X), BATCH)
+        parts = torch.split(self.columns_.inputs(self._checked(X)), BATCH)
         return torch.cat([of(*predicted_by_draws(self.network_, self.posterior_, part)) for part in parts], -2).numpy()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -230,15 +230,11 @@ def densities(posterior: Posterior, examples: Tensors, device: Any, counts: Sequ
     return posterior.densities(examples, counts, batch_size=SCORED, device=device)
 
 
-def with_noise_scales(target: Target, starts: Sequence[State], examples: Tensors, device: Any) -> list[State]:
-    """Starts with the noise scales under which they predict best.
+def with_noise_scale(target: Target, start: State, examples: Tensors, device: Any) -> State:
+    """A start with the noise scale under which it predicts best.
 
     A network has no noise scale. Under an arbitrary one its score would be poor, and any draws would look better.
     """
-    return [_with_scales(target, start, examples, device) for start in starts]
-
-
-def _with_scales(target: Target, start: State, examples: Tensors, device: Any) -> State:
     for name in target.noise_scales():
         if name in start:
             continue

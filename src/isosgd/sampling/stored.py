@@ -280,21 +280,14 @@ def merge(runs: Sequence[str | Path], out: str | Path, target: Target | None = N
         raise FileExistsError(f"{folder} already holds a run: merge into another folder")
     parts = [f"part-{i:04d}" for i in range(len(folders))]
     for source, part in zip(folders, parts, strict=True):
-        copy_run(source, folder / part)
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        for name in [*(file.file for file in Manifest.read(source).files), NAME]:  # the manifest last
+            shutil.copyfile(source / name, folder / part / name)
     for name in NOTES:  # the same in all runs
         if (Path(runs[0]) / name).exists():
             shutil.copyfile(Path(runs[0]) / name, folder / name)
     write_parts(folder, parts)
     return load(folder, target, chains=shown or None)
-
-
-def copy_run(source: Path, to: Path) -> None:
-    """Copy the files of a run; the manifest last."""
-    to.mkdir(parents=True, exist_ok=True)
-    manifest = Manifest.read(source)
-    for file in manifest.files:
-        shutil.copyfile(source / file.file, to / file.file)
-    shutil.copyfile(source / NAME, to / NAME)
 
 
 def write_parts(folder: Path, parts: Sequence[str]) -> None:

@@ -44,7 +44,7 @@ from isosgd.sampling.ladder import (
     has_classes,
     last_draws,
     start_posterior,
-    with_noise_scales,
+    with_noise_scale,
 )
 from isosgd.sampling.run import Checked, draw_at
 from isosgd.sampling.settings import HEATED, check_heating
@@ -211,7 +211,7 @@ class TrainedRun:
         self.spent = {"gradients": 0, "seconds": 0.0}  # of trials and runs
         scored = self.held_out or (None if common["transform"] is not None else _some(self.data, target))
         if scored is not None:
-            self.starts = with_noise_scales(target, starts, scored, self.device)
+            self.starts = [with_noise_scale(target, start, scored, self.device) for start in starts]
         self.choosing = temperature in (None, "auto")  # the temperature
         self.by_noise = learns_noise(target)  # then T is 1, and held-out examples do not choose it
         if method is None:

@@ -252,22 +252,17 @@ class Writer:
 
         def write() -> None:
             write_draws()  # before the checkpoint that follows them
-            self._write_checkpoint(manifest, first, packed, tensors)
+            with due.timed():
+                file = new_state(self.folder, f"checkpoint-{self.manifest.number:06d}.safetensors", packed, tensors)
+                self._name_checkpoints(manifest, {**self.manifest.checkpoints, first: file})
 
         self._background.give(write)
         due.sent()
         if large:
             self._background.wait()
 
-    def _write_checkpoint(self, manifest: Manifest, first: int, packed: Any, tensors: Params) -> None:
-        """Write a checkpoint and a manifest with it, then delete the previous checkpoint."""
-        with self._checkpoints[first].timed():
-            name = f"checkpoint-{self.manifest.number:06d}.safetensors"
-            self._name_checkpoints(
-                manifest, {**self.manifest.checkpoints, first: new_state(self.folder, name, packed, tensors)}
-            )
-
     def _name_checkpoints(self, manifest: Manifest, checkpoints: dict[int, File]) -> None:
+        """Write a manifest with these checkpoints, then delete the previous ones."""
         self.manifest.number += 1
         old = self.manifest.checkpoints
         self._write_named(manifest, self.manifest.shards, checkpoints)
