@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isosgd import SamplingWarning, Target, likelihoods, priors, sample
-from isosgd.engine.gradients import Layout, Many, Single, batchable
+from isosgd.engine.gradients import Layout, Many, Single
 
 F64 = torch.float64
 N, CHAINS = 70, 3
@@ -96,10 +96,16 @@ def test_many_chains_have_the_gradients_of_each(
     assert max(float(d.abs().max()) for d in found.noise) > 1e-3
 
 
+def engine(target: Target, data: tuple[Tensor, ...]) -> str:
+    """How two chains run on all rows at a time."""
+    settings: dict[str, Any] = {"method": "sgld", "lr": 1e-12, "warmup": 0, "draws": 1, "keep_every": 1}
+    settings |= {"batch_size": len(data[0]), "compile": False, "progress": False}
+    return str(sample(target, data, chains=2, **settings).info["engine"])
+
+
 @every_case
 def test_what_can_be_batched_is(make: Any, draw: Any, generator: torch.Generator) -> None:
-    target = make()
-    assert batchable(target, target.initial(), draw(generator, 8), N) == ""
+    assert engine(make(), draw(generator, 8)).startswith("together")
 
 
 # ------------------------------------------------------------------------------------------------ why not
@@ -171,7 +177,7 @@ def test_batchnorm_in_training_mode_can_be_mapped_over_chains(data: tuple[Tensor
         warnings.simplefilter("ignore", UserWarning)  # it says that examples of a batch hang together
         target = Target.from_module(model, "gaussian")
     x, y = data
-    assert batchable(target, target.initial(), (x[:8], y[:8, None]), N) == ""
+    assert engine(target, (x[:8], y[:8, None])) == "together"
 
 
 @every_reason
@@ -179,8 +185,8 @@ def test_what_cannot_be_batched_says_why_and_stays_as_it_was(make: Any, words: s
     target, batch = make(), tuple(t[:8] for t in data)
     start = target.initial()
     before = target.gradient(start, batch, N)[1]
-    why = batchable(target, start, batch, N)
-    assert re.search(words, why), why
+    with pytest.warns(SamplingWarning, match=f"chains run in turn, not together: .*{words}"):
+        assert re.search(words, engine(target, batch))
     torch.testing.assert_close(target.gradient(start, batch, N)[1], before)
 
 
@@ -210,14 +216,14 @@ def test_large_losses_are_compared_by_their_size(generator: torch.Generator) -> 
     x, y = 1e4 * torch.randn(33, 20, generator=generator), 1e4 * torch.randn(33, generator=generator)
     target = Target.from_module(wide(), "gaussian")
     assert float(target.gradient(target.initial(), (x, y), 33)[0]) > 1e6
-    assert batchable(target, target.initial(), (x, y), 33) == ""
+    assert engine(target, (x, y)) == "together"
 
 
 def test_gradients_that_vanish_are_not_compared_by_their_rounding(generator: torch.Generator) -> None:
     """A start at an exact fit: what is left of the gradient is chance."""
     model, x = wide(), torch.randn(33, 20, generator=generator)
     target = Target.from_module(model, lambda output, y: -(output - y).square()[:, 0], priors.Flat())
-    assert batchable(target, target.initial(), (x, model(x).detach()), 33) == ""
+    assert engine(target, (x, model(x).detach())) == "together"
 
 
 class Batched(nn.Module):
