@@ -369,3 +369,17 @@ def test_a_run_that_was_stopped_goes_on_the_same(tmp_path: Path) -> None:
     again = sample(target(), (X, Y), store=tmp_path, resume=True, **settings)
     for name, draws in whole.draws.items():
         torch.testing.assert_close(again.draws[name], draws, rtol=0, atol=0)
+
+
+def test_trajectories_stay_short_where_the_mass_fits() -> None:
+    """Distances of single trajectories are noisy: doubled whenever chance has it, they would go round and round."""
+    deviations = torch.logspace(-1, 1, 10)
+    y = deviations * torch.randn(200, 10, generator=torch.Generator().manual_seed(0))
+    gaussian = Target(
+        lambda p, batch: -0.5 * ((batch[0] - p["mu"]) / deviations).square().sum(-1),
+        priors.Normal(10.0),
+        init={"mu": torch.zeros(10)},
+    )
+    for seed in range(3):
+        found = sample(gaussian, (y,), method="hmc", draws=1, chains=8, warmup=1000, compile=False, seed=seed)
+        assert found.info["warmup"][0]["trajectory"] <= 8

@@ -47,7 +47,7 @@ MOST_LENGTH = 64  # steps of a trajectory
 # Longer trajectories, up to LONGEST steps, are used if the squared distance that they cover grows faster than their
 # length to the power GROWTH_POWER (2 is a straight line). It is averaged over ENOUGH_DIRECTIONS directions of
 # trajectories, of which MOST_OF_ONE at most are counted for each.
-GROWTH_POWER, ENOUGH_DIRECTIONS, MOST_OF_ONE, LONGEST = 1.5, 80, 40, 256
+GROWTH_POWER, ENOUGH_DIRECTIONS, MOST_OF_ONE, LONGEST = 1.5, 320, 40, 256
 LENGTHENED, LONG_TRAJECTORIES = 0.6, 8  # share of the last window in which lengths may grow; least trajectories in it
 GAIN = 0.2  # of dual averaging; with the usual .05, step sizes swing and are too small after short windows
 TRAJECTORIES = 20  # in a window, at least: step sizes are found from them
