@@ -19,16 +19,7 @@ from isosgd import METHODS, SGNHT, Sampler
 from isosgd.samplers import REGISTRY, Method
 from isosgd.samplers.schedules import cosine
 from isosgd.samplers.sgrld import Field
-
-AdaptiveSGHMC = METHODS["adaptive-sghmc"]
-CSGHMC = METHODS["csghmc"]
-CSGLD = METHODS["csgld"]
-FullSGFS = METHODS["sgfs-full"]
-MomentumISGD = METHODS["isgd-momentum"]
-PSGLD = METHODS["psgld"]
-SGFS = METHODS["sgfs"]
-SGRHMC = METHODS["sgrhmc"]
-SGRLD = METHODS["sgrld"]
+from tests.methods import CSGHMC, CSGLD, PSGLD, SGFS, SGRHMC, SGRLD, AdaptiveSGHMC, FullSGFS, MomentumISGD
 
 ASKED_FOR = {
     "isgd", "isgd-momentum", "vsgd", "sgld", "psgld", "sgfs", "sgrld", "sghmc", "sgrhmc", "adaptive-sghmc", "sgnht",

@@ -12,19 +12,10 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from isosgd import ISGD, METHODS, PRESETS, SGHMC, SGLD, SGNHT, VSGD, Sampler
+from isosgd import ISGD, PRESETS, SGHMC, SGLD, SGNHT, VSGD, Sampler
 from isosgd.noise import AlphaStable
 from tests.innovations import Planned
-
-AdaptiveSGHMC = METHODS["adaptive-sghmc"]
-CSGHMC = METHODS["csghmc"]
-CSGLD = METHODS["csgld"]
-FullSGFS = METHODS["sgfs-full"]
-MomentumISGD = METHODS["isgd-momentum"]
-PSGLD = METHODS["psgld"]
-SGFS = METHODS["sgfs"]
-SGRHMC = METHODS["sgrhmc"]
-SGRLD = METHODS["sgrld"]
+from tests.methods import CSGHMC, CSGLD, PSGLD, SGFS, SGRHMC, SGRLD, AdaptiveSGHMC, FullSGFS, MomentumISGD
 
 SHAPES = {"a.weight": (3, 2), "a.bias": (3,), "b.weight": (2, 2)}
 CHAINS = 3

@@ -14,18 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from isosgd import METHODS, SGNHT, Sampler
+from isosgd import SGNHT, Sampler
 from isosgd.samplers.schedules import cosine
-
-AdaptiveSGHMC = METHODS["adaptive-sghmc"]
-CSGHMC = METHODS["csghmc"]
-CSGLD = METHODS["csgld"]
-FullSGFS = METHODS["sgfs-full"]
-MomentumISGD = METHODS["isgd-momentum"]
-PSGLD = METHODS["psgld"]
-SGFS = METHODS["sgfs"]
-SGRHMC = METHODS["sgrhmc"]
-SGRLD = METHODS["sgrld"]
+from tests.methods import CSGHMC, CSGLD, PSGLD, SGFS, SGRHMC, SGRLD, AdaptiveSGHMC, FullSGFS, MomentumISGD
 
 DIM = 6
 
