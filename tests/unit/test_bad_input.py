@@ -263,7 +263,7 @@ def test_bad_data(changes: Callable[[], dict[str, Any]], error: Any, words: str)
             "50 steps are too few for a first noise estimate: give a longer warmup=",
         ),
     ],
-    ids=lambda item: repr(item) if isinstance(item, dict) else "",
+    ids=lambda item: ", ".join(item) if isinstance(item, dict) else "",
 )
 def test_bad_settings_of_sample(changes: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
