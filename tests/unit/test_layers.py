@@ -95,7 +95,8 @@ def test_gradients_are_those_of_autograd(kind: str, hidden: tuple[int, ...]) -> 
     ("likelihood", "outputs"),
     [
         ("gaussian", 1), (likelihoods.Gaussian(0.3), 2), (likelihoods.Gaussian(priors.HalfNormal(1.0)), 1),
-        (likelihoods.Gaussian(outputs=2), 2), ("student_t", 1), ("heteroscedastic", 2), ("categorical", 4),
+        (likelihoods.Gaussian(priors.HalfNormal(1.0)), 3), (likelihoods.Gaussian(outputs=2), 2), ("student_t", 1),
+        ("student_t", 3), (likelihoods.StudentT(outputs=2), 2), ("heteroscedastic", 2), ("categorical", 4),
         ("bernoulli", 1), ("poisson", 1),
     ],
 )  # fmt: skip

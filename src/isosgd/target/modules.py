@@ -325,13 +325,14 @@ class ModuleLikelihood:
     def slopes_by_chain(self, found: Tensor, own: Params, y: Tensor) -> tuple[Tensor, Tensor, Params]:
         """Log likelihoods ``[chains, n]`` from the output of the layers of a `layered` module, and their derivatives.
 
-        Derivatives are in the output and in the likelihood's own parameters, per row.
+        Derivatives are in the output, per row, and in the likelihood's own parameters, summed over rows and over the
+        outputs that share them.
         """
         assert isinstance(self.likelihood, Likelihood)
         arranged: Any = getattr(self._module, "arranged", _as_it_is)
         output = arranged(found).flatten(0, 1)
         each, slope, by_row = self.likelihood.slopes(output, y.flatten(0, 1), self._by_row(own, y))
-        rest = {name: by_row[name].view(len(y), y.shape[1], *s.shape[1:]).sum(1) for name, s in own.items()}
+        rest = {name: by_row[name].reshape(len(y), -1, *s.shape[1:]).sum(1) for name, s in own.items()}
         return each.view(y.shape[:2]), arranged(slope, back=True).view_as(found), rest
 
     @staticmethod
