@@ -278,13 +278,45 @@ def test_noise_of_many_minibatches_at_once_is_that_of_one_after_the_other() -> N
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("label", [-1, 3, 1 << 40])
-def test_labels_that_there_are_not_leave_no_number(label: int) -> None:
-    """A target refuses them when data are given; a loss is not a number, and no other memory is read, if one comes."""
+def test_labels_that_there_are_not_raise_an_error(label: int) -> None:
+    """As with torch, and no other memory is read."""
     posterior = target(dense(3, (16, 16), 3), "categorical")
     layout, theta = parameters(posterior, 1)
     y = torch.zeros(1, 300, dtype=torch.int64)
     y[0, 299] = label
-    assert Many(posterior, 300, layout).flat(theta, (drawn(2, 1, 300, 3), y), False)[0].isnan().all()
+    with pytest.raises(IndexError, match="labels"):
+        Many(posterior, 300, layout).flat(theta, (drawn(2, 1, 300, 3), y), False)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(
+    ("later", "message"),
+    [
+        ((drawn(2, 100, 7), torch.full((100,), 3)), "y has the label 3, but the output has 3 classes"),
+        ((drawn(2, 100, 6), torch.zeros(100).long()), r"cannot take inputs of shape \[100, 6\]"),
+        ((drawn(2, 100, 7), torch.zeros(99).long()), "the inputs have 100 examples and y has 99"),
+        ((drawn(2, 100, 7).double(), torch.zeros(100).long()), "The inputs are torch.float64"),
+    ],
+    ids=["label", "width", "rows", "dtype"],
+)
+@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
+def test_later_batches_that_are_wrong_are_named(later: tuple[Tensor, Tensor], message: str, trained: bool) -> None:
+    """Also among those of which the noise is measured at once."""
+    net, good = dense(7, (64,), 3), (drawn(1, 100, 7), torch.arange(100) % 3)
+    posterior = Target.from_module(net, "categorical", priors.Normal(1.0), num_data=600)
+    with pytest.raises(ValueError, match=message):
+        sample(posterior, [good] * 5 + [later], starts=[net] if trained else None, draws=2, warmup=300, progress=False)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
+def test_noise_around_a_trained_network_is_measured_with_a_short_last_batch() -> None:
+    net, x = dense(7, (64,), 3), drawn(1, 210, 7)
+    batches = [(part, torch.arange(len(part)) % 3) for part in x.split(50)]
+    posterior = Target.from_module(net, "categorical", priors.Normal(1.0), num_data=210)
+    found = sample(posterior, batches, starts=[net], method="isgd", draws=2, keep_every=5, warmup=300, progress=False)
+    assert all(bool(x.isfinite().all()) for x in found.draws.values())
 
 
 @pytest.mark.usefixtures("built")

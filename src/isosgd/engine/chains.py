@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from isosgd.data.sources import Batches, TensorBatches
+from isosgd.engine.compiled import bytes_of
 from isosgd.engine.curvature import Curvature, Stiffness
 from isosgd.engine.gradients import Found, Layout, Many, Parted, Single, stacked
 from isosgd.engine.ranks import Ranks
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
     from isosgd.engine.graph import GraphGradients
 
 REFRESH_BATCHES, REFRESH_SIZE = 5, 500  # minibatches over which BatchNorm statistics of a draw are averaged
-TOGETHER = 20  # noise vectors that are measured at one place by one call
+TOGETHER = 20  # noise vectors that are measured at one place by one call ...
+MOST_TOGETHER = 1 << 28  # ... whose minibatches have so many bytes at most
 SCALE = 0.5  # lower bound of an example's information about the logarithm of a noise scale
 
 MakeSampler = Callable[[list[dict[str, Any]], torch.Generator, int | None], Sampler]
@@ -210,14 +213,21 @@ class Chains:
         return loss, gradients, self._finite(loss, gradients)
 
     def _differentiated(self, split: bool = False) -> Found:
-        """Gradients at the last minibatch. What a loader yields later may be wrong: an error then says what is."""
-        try:
+        """Gradients at the last minibatch."""
+        with self._naming_errors([self.batch]):
             return self.differentiate(self.params, self.batch, split)
+
+    @contextmanager
+    def _naming_errors(self, batches: Sequence[Any]) -> Iterator[None]:
+        """What a loader yields later may be wrong: an error then says what is."""
+        try:
+            yield
         except (torch.OutOfMemoryError, RankError):
             raise
         except (RuntimeError, IndexError, ValueError):
             if self.many is None and self.target.module is not None:
-                self.target.check(self.params, self.batch)
+                for batch in batches:
+                    self.target.check(self.params, batch)
             raise
 
     def check_finite(self) -> None:
@@ -266,20 +276,36 @@ class Chains:
 
     @torch.no_grad()
     def noise_vectors(self, count: int) -> list[tuple[Tensor, list[Tensor]]]:
-        """Losses and noise of so many minibatches where the chains are, by one call of the library if it can."""
+        """Losses and noise of so many minibatches where the chains are, by few calls of the library if it can."""
         one = self.differentiate.one if isinstance(self.differentiate, Single) else None
-        rows = [self.batches.next(mixed=True) for _ in range(count)]
-        if one is None or not one.fits(self.flat(self.leaves), tuple(t.unsqueeze(0) for t in rows[0])):
-            found = [(self.evaluate(split=True, batch=batch), self.loss) for batch in rows]
-            return [(loss, noise) for noise, loss in found if noise is not None]
-        theta = self.flat(self.leaves).expand(count, -1)
-        together = tuple(torch.stack(tensors) for tensors in zip(*rows, strict=True))
-        self.gradients += count
-        losses, _, noise = one.flat(theta, together, True)
+        found: list[tuple[Tensor, list[Tensor]]] = []
+        while count > 0:
+            batches = [self.batches.next(mixed=True)]
+            if one is not None and one.fits(self.flat(self.leaves), tuple(t.unsqueeze(0) for t in batches[0])):
+                most = MOST_TOGETHER // bytes_of(batches[0]) if len(batches[0][0]) > 1 else 1
+                batches += [self.batches.next(mixed=True) for _ in range(min(count, most) - 1)]
+            together = None if one is None else self._noise_together(one, batches)
+            found += self._noise_in_turn(batches) if together is None else together
+            count -= len(batches)
+        return found
+
+    def _noise_together(self, one: Many, batches: list[Any]) -> list[tuple[Tensor, list[Tensor]]] | None:
+        """Losses and noise by one call; None if minibatches differ in shape, or something is not finite."""
+        if len(batches) == 1 or len({tuple((t.shape, t.dtype) for t in batch) for batch in batches}) > 1:
+            return None
+        theta = self.flat(self.leaves).expand(len(batches), -1)
+        with self._naming_errors(batches):
+            losses, _, noise = one.flat(theta, tuple(torch.stack(parts) for parts in zip(*batches, strict=True)), True)
         assert noise is not None
-        finite = torch.isfinite(losses + noise.sum(-1))
-        noise, losses = torch.where(finite.unsqueeze(-1), noise, 0.0), torch.where(finite, losses, torch.inf)
-        return [(losses[k : k + 1], self.parts(noise[k : k + 1])) for k in range(count)]
+        if not bool(torch.isfinite(losses + noise.sum(-1)).all()):
+            return None
+        self.gradients += len(batches)
+        return [(losses[k : k + 1], self.parts(noise[k : k + 1])) for k in range(len(batches))]
+
+    def _noise_in_turn(self, batches: list[Any]) -> list[tuple[Tensor, list[Tensor]]]:
+        """The same by one call each; a batch of one example gives none."""
+        found = [(self.evaluate(split=True, batch=batch), self.loss) for batch in batches]
+        return [(loss, noise) for noise, loss in found if noise is not None]
 
     def step(self, split: bool = False) -> None:
         """One gradient and one step of the sampler; with ``split`` the noise is measured too."""

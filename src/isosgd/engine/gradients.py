@@ -198,7 +198,9 @@ class Many:
         """Whether the library has gradients at flat parameters ``[chains, d]``, without compiler and autograd."""
         if self.layers is None or torch.compiler.is_compiling() or not isinstance(batch, tuple) or len(batch) != 2:
             return False
-        return not torch._C._functorch.is_functorch_wrapped_tensor(theta) and self.layers.fits(theta, batch[0])
+        if torch._C._functorch.is_functorch_wrapped_tensor(theta) or batch[1].shape[:2] != batch[0].shape[:2]:
+            return False
+        return self.layers.fits(theta, batch[0])
 
     def flat(self, theta: Tensor, batch: Batch, split: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """Loss, gradient and noise vector at flat parameters ``[chains, d]``."""

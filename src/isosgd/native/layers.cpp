@@ -336,7 +336,7 @@ double add_classes(const Net& net, int64_t rows, const int64_t* labels, float fa
   for (int64_t r = 0; r < rows; r++) {
     float* row = out + r * net.outs;
     const int64_t label = labels[r];
-    if (label < 0 || label >= net.outs) return std::nan("");  // the target has checked that there are none
+    if (label < 0 || label >= net.outs) return std::nan("");  // `Layers.gradient` then raises an error
     const float most = *std::max_element(row, row + net.outs);
     float total = 0;
     sum += most - row[label];

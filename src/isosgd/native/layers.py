@@ -175,7 +175,7 @@ class Layers:
         """Whether to use the library for such parameters and inputs ``[chains, n, inputs]``."""
         if not self.wide or torch.compiler.is_compiling() or x.dim() < 3 or x.shape[1] * theta.numel() < LEAST:
             return False
-        if x.dim() > 3 and not self.network.flattens:
+        if (x.dim() > 3 and not self.network.flattens) or x.shape[2:].numel() != self.inputs:
             return False
         return build.fits(theta, x) and build.layers() is not None
 
@@ -211,6 +211,8 @@ class Layers:
         found, loss = torch.empty_like(theta), theta.new_empty(len(theta))
         given = self._density(density, theta, batch)
         build.layers().isosgd_gradient(*given, found.data_ptr(), loss.data_ptr())
+        if density.classes and bool(loss.isnan().any()) and bool(((batch[1] < 0) | (batch[1] >= self.outs)).any()):
+            raise IndexError(f"labels are not from 0 to {self.outs - 1}")
         return loss, found
 
     def leapfrog(
