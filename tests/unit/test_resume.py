@@ -160,6 +160,14 @@ def test_every_way_to_run(tmp_path: Path, way: str) -> None:
     assert way != "turn" or load(tmp_path).info["engine"].startswith("in turn")
 
 
+@pytest.mark.parametrize("share", [0.6, 0.9])
+def test_a_time_limit_leaves_a_resumed_warm_up_its_steps(share: float, tmp_path: Path) -> None:
+    def run(**more: Any) -> Posterior:
+        return sample(make_target(), (X, Y), max_seconds=1e5, **{**QUICK, "warmup": 1000}, **more)
+
+    crash_and_resume(tmp_path / "run", run, share)
+
+
 @pytest.mark.parametrize("warmup", [0, 150])
 def test_buffers_of_a_single_chain(tmp_path: Path, warmup: int) -> None:
     """The first look at a batch, which a target takes once, passes through the network and changes its buffers."""

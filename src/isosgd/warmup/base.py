@@ -113,8 +113,11 @@ class Warmup:
         """The number of gradients left before the chains' deadline, at the speed so far."""
         if math.isinf(self.chains.deadline):
             return math.inf
-        now = time.monotonic()
-        return (self.chains.deadline - now) * (self.spent - self._before) / max(now - self._began, 1e-9)
+        now, spent = time.monotonic(), self.spent - self._before
+        left = self.chains.deadline - now
+        if not spent:  # in this session, whose speed is not known yet
+            return math.inf if left > 0 else 0.0
+        return left * spent / max(now - self._began, 1e-9)
 
     def check(self) -> None:
         """Raise if the budget is certainly too small, before any gradient is computed."""
