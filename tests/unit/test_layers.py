@@ -13,6 +13,7 @@ from isosgd.data.sources import TensorBatches
 from isosgd.engine.chains import Chains
 from isosgd.engine.gradients import Layout, Many, Single
 from isosgd.engine.leapfrog import LeapfrogMultiStep, unsupported_reason, without_compiler
+from isosgd.geometry import LowRank
 from isosgd.native import build
 from isosgd.native.layers import Layers, network_of
 from isosgd.samplers.hmc import HMC
@@ -204,7 +205,7 @@ def test_which_modules_are_meant() -> None:
 # ------------------------------------------------------------------------------------------------ leapfrog steps
 
 
-def chains(structure: str, count: int, likelihood: Any, kind: Callable[[], nn.Module] = nn.SiLU) -> Chains:
+def chains(structure: Any, count: int, likelihood: Any, kind: Callable[[], nn.Module] = nn.SiLU) -> Chains:
     """Chains of HMC on a network that the library takes, whose mass is known; one of them is on its own."""
     posterior = target(dense(4, (24, 16), 1, kind), likelihood)
     x = drawn(5, 300, 4)
@@ -224,7 +225,7 @@ def chains(structure: str, count: int, likelihood: Any, kind: Callable[[], nn.Mo
     return run
 
 
-def moved(structure: str, count: int, likelihood: Any, how: str, patch: pytest.MonkeyPatch) -> Chains:
+def moved(structure: Any, count: int, likelihood: Any, how: str, patch: pytest.MonkeyPatch) -> Chains:
     """The same after some steps: by calls of the library, or one by one with gradients of autograd."""
     run = chains(structure, count, likelihood)
     if how == "library":
@@ -244,13 +245,13 @@ def moved(structure: str, count: int, likelihood: Any, how: str, patch: pytest.M
     ("structure", "likelihood"),
     [
         ("lowrank", "gaussian"), ("diagonal", "gaussian"), ("lowrank", likelihoods.Gaussian(0.2)),
-        ("full", "gaussian"), ("lowrank", "student_t"),
+        ("full", "gaussian"), ("lowrank", "student_t"), (LowRank(dtype=torch.bfloat16), "gaussian"),
     ],
 )  # fmt: skip
 def test_steps_are_those_without_the_library(
-    structure: str, likelihood: Any, count: int, monkeypatch: pytest.MonkeyPatch
+    structure: Any, likelihood: Any, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two trajectories and a part of a third. Lambda of the last two is not the library's, or the noise is not."""
+    """Two trajectories and a part of a third. Lambda of the last three is not the library's, or the noise is not."""
     one, other = (moved(structure, count, likelihood, how, monkeypatch) for how in ("library", "autograd"))
     for a, b in zip(one.leaves, other.leaves, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-5)

@@ -186,7 +186,7 @@ class LeapfrogMultiStep:
     def _by_library(self, count: int, theta: Tensor, velocity: Tensor, gained: Tensor) -> Tensors | None:
         """The same by one call of the library, where it has all of the step; else None."""
         density, lam = self.gradient.density(theta, self.batch), self.geometry.along_directions()
-        if density is None or lam is None or theta.dtype != velocity.dtype:
+        if density is None or lam is None or any(t.dtype != theta.dtype for t in (velocity, *lam)):
             return None
         assert self.gradient.layers is not None
         basis, back, rate = (t.contiguous() for t in lam)
