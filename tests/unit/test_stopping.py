@@ -81,7 +81,7 @@ def test_a_gap_between_draws_ends_with_the_time(keep_every: int) -> None:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*did not settle; max_seconds:isosgd.SamplingWarning")  # on a busy machine
 def test_nothing_is_compiled_in_a_short_time() -> None:
-    found = sample(target(), (Y,), draws=20, chains=2, max_seconds=50.0, progress=False, seed=1)
+    found = sample(target(), (Y,), draws=20, chains=200, batch_size=80, max_seconds=50.0, progress=False, seed=1)
     assert found.info["gradients"] > 2 * 500 and "compiled" not in found.info["engine"]
 
 

@@ -150,7 +150,7 @@ class Chains:
         evaluate = self.differentiate.evaluate
         if evaluate.unsupported_reason:
             return f", not compiled ({evaluate.unsupported_reason})"
-        return ", compiled" if evaluate.after is not None and evaluate.calls > evaluate.after else ""
+        return ", compiled" if evaluate.is_due else ""
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
         """Tensors like the parameters as one ``[chains, d]``, detached."""

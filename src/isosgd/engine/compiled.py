@@ -8,6 +8,7 @@ would change the draws.
 
 from __future__ import annotations
 
+import math
 import platform
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,10 @@ from torch._higher_order_ops.while_loop import while_loop
 
 from isosgd.errors import first_line
 
-COMPILE_AFTER = 500  # calls; compiling takes about as long as a few thousand calls
+# Compiling takes some ten seconds: hundreds of calls, or thousands where there are few products of rows and parameters,
+# so that a call is mostly overhead.
+COMPILE_AFTER = 500
+FEW_PRODUCTS, PATIENCE = 1_000_000, 10
 Tensors = tuple[Tensor, ...]
 Found = tuple[Tensor, Tensor, Tensor]  # parameters, losses of the last step, sums of losses over all steps
 Log = Callable[[str], None]
@@ -58,6 +62,9 @@ class Compiled:
     Args:
         after: calls before it is compiled; None for never, 0 for at once.
         what: its name in the log.
+
+    Attributes:
+        products: of a call.
     """
 
     def __init__(
@@ -69,14 +76,20 @@ class Compiled:
         options: dict[str, Any] | None = None,
     ) -> None:
         self.function, self.after, self.log, self.what, self.options = function, after, log, what, options
-        self.calls = 0
+        self.calls, self.products = 0, math.inf
         self.unsupported_reason = ""
         self._fast: Callable[..., Any] | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there were enough calls."""
+        patience = PATIENCE if self.products < FEW_PRODUCTS else 1
+        return self.after is not None and self.calls > patience * self.after
 
     def __call__(self, *args: Any) -> Any:
         """Call the function, compiled if it is time."""
         self.calls += 1
-        if self.after is None or self.unsupported_reason or self.calls <= self.after:
+        if self.unsupported_reason or not self.is_due:
             return self.function(*args)
         try:
             return self._first(*args) if self._fast is None else self._fast(*args)

@@ -189,8 +189,11 @@ class Many:
     def __call__(self, params: Params, batch: Batch, split: bool = False) -> Found:
         """As `Single`."""
         theta = torch.cat([x.detach().reshape(len(x), -1) for x in params.values()], dim=-1)
-        evaluate = self.flat if self.fits(theta, batch) else self.evaluate
-        loss, gradient, noise = evaluate(theta, batch, split)
+        if self.fits(theta, batch):
+            loss, gradient, noise = self.flat(theta, batch, split)
+        else:
+            self.evaluate.products = theta.numel() * tensors_of(batch)[0].shape[1]
+            loss, gradient, noise = self.evaluate(theta, batch, split)
         vectors = None if noise is None else list(self.layout.views(noise).values())
         return Found(loss, list(self.layout.views(gradient).values()), vectors)
 
