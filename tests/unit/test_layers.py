@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isosgd import Target, likelihoods, priors, sample
 from isosgd.data.sources import TensorBatches
@@ -124,6 +125,32 @@ def test_halves_and_likelihoods(likelihood: Any, outputs: int, rows: int) -> Non
     )
     apart = (first - second) * math.sqrt(half * (rows - half)) / rows
     assert (torch.cat([v.flatten() for v in noise]) - apart).abs().max() < 1e-5 * apart.abs().max()
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations of torch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("built")
+def test_where_the_library_has_no_gradients_there_is_nothing_else_to_do() -> None:
+    """As in double precision, or on a GPU, where it would be done in every captured step."""
+    posterior, batch = target(dense(5, (20,), 1).double()), (drawn(2, 300, 5).double(), drawn(3, 300, 1).double())
+    single, start = Single(posterior, 300), posterior.initial()
+    posterior.check(start, batch)
+    single(start, batch)  # the first call looks for the library
+    with Operations() as wanted:
+        posterior.gradient(start, batch, 300)
+    with Operations() as found:
+        single(start, batch)
+    assert single.one is not None and sorted(found.names) == sorted([*wanted.names, "aten.unsqueeze.default"])
 
 
 @pytest.mark.usefixtures("built")

@@ -19,7 +19,7 @@ from isosgd.data.sources import Batch, batch_length, halves, rows_of
 from isosgd.engine.compiled import Compiled, Tensors, repeat
 from isosgd.engine.ranks import Ranks
 from isosgd.errors import first_line
-from isosgd.native import perceptron
+from isosgd.native import build, perceptron
 from isosgd.native.layers import Density, Layers, TorchLayers, network_of_tables
 from isosgd.noise.estimators import join_halves
 from isosgd.target import Params, Target
@@ -74,6 +74,8 @@ class Single:
                 self.network = None
                 return None
             self.one = one
+        if not build.fits(*params.values()):  # on a GPU a copy of them would be part of every captured step
+            return None
         theta, rows = self.one.layout.flat(params), tuple(t.unsqueeze(0) for t in batch)
         if not self.one.fits(theta, rows):
             return None
