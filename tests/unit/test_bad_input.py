@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -456,3 +457,8 @@ def test_a_foreign_state_is_refused() -> None:
 def test_bad_noise_settings(make: Callable[[], Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_a_bias_from_numpy_is_a_number() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    assert ISGD([parameter], num_data=10, batch_size=5, bias=np.float32(0.25)).bias == 0.25

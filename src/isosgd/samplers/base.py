@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from hashlib import sha256
+from numbers import Real
 from typing import Any, ClassVar, get_args
 
 import torch
@@ -164,7 +165,7 @@ class Sampler(Optimizer):
         extra: dict[str, Any] | None = None,
     ) -> None:
         check_units(num_data, temperature)
-        if not isinstance(bias, int | float):
+        if not isinstance(bias, Real):
             raise TypeError(f"bias = {bias!r} must be a number in (0, 1)")
         if not 0 < bias < 1:
             raise ValueError(f"bias = {bias} must lie in (0, 1): the relative error allowed in the posterior variance")
