@@ -165,7 +165,8 @@ class Sampler(Optimizer):
         extra: dict[str, Any] | None = None,
     ) -> None:
         check_units(num_data, temperature)
-        if not isinstance(bias, Real):
+        given: Any = bias  # mypy takes a float for no Real
+        if not isinstance(given, Real):
             raise TypeError(f"bias = {bias!r} must be a number in (0, 1)")
         if not 0 < bias < 1:
             raise ValueError(f"bias = {bias} must lie in (0, 1): the relative error allowed in the posterior variance")
