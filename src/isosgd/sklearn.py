@@ -254,7 +254,8 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
 
     def _predicted(self, X: Any, of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Array:
         """A function of means and noise variances ``[draws, n, outputs]`` of all draws, in batches of rows."""
-        parts = torch.split(self.columns_.inputs(self._checked(X)), BATCH)
+        X = self._checked(X)  # first: without a fit there are no columns
+        parts = torch.split(self.columns_.inputs(X), BATCH)
         return torch.cat([of(*predicted_by_draws(self.network_, self.posterior_, part)) for part in parts], -2).numpy()
 
     def __getstate__(self) -> dict[str, Any]:

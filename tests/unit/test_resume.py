@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from isosgd import METHODS, DataSets, Interrupted, Posterior, SamplingWarning, Target, load, priors, resume, sample
+from isosgd.engine import compiled
 from isosgd.noise import MovingAverage
 from tests.crashes import MACHINE, Crash, Tanh, crash_after, stored_draws
 
@@ -195,15 +196,23 @@ def test_compiled_gradients_begin_when_they_would_have(tmp_path: Path, monkeypat
         return fast
 
     monkeypatch.setattr(torch, "compile", compile_)
-    settings = {**QUICK, "chains": 2, "structure": "layer", "compile": "auto", "warmup": 700}  # it begins at 500
+    monkeypatch.setattr(compiled, "FEW_PRODUCTS", 0)  # as if the model were large, so that it begins at 500
+    settings = {**QUICK, "chains": 2, "structure": "layer", "compile": "auto", "warmup": 700}
     crash_and_resume(tmp_path, lambda **store: sample(make_target(), (X, Y), **settings, **store), *IN_WARMUP_AND_DRAWS)
     assert load(tmp_path).info["engine"] == "together, compiled"
 
 
 @pytest.mark.slow
-def test_really_compiled_gradients(tmp_path: Path) -> None:
+def test_really_compiled_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "FEW_PRODUCTS", 0)  # as above
     settings = {**QUICK, "chains": 2, "compile": "auto", "warmup": 700}
-    crash_and_resume(tmp_path, lambda **store: sample(make_target(), (X, Y), **settings, **store), *IN_WARMUP_AND_DRAWS)
+
+    def run(**store: Any) -> Posterior:
+        return sample(make_target(), (X, Y), **{**settings, **store})
+
+    crash_and_resume(tmp_path / "crashed", run, 0.6)  # before it compiles: compiled models cannot crash
+    run(store=tmp_path / "extended", draws=2)
+    assert equal(resume(tmp_path / "extended", make_target(), (X, Y), draws=settings["draws"]), run())
 
 
 @pytest.mark.parametrize("kind", ["list", "shuffled", "own"])

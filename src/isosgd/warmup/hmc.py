@@ -54,7 +54,6 @@ TRAJECTORIES = 20  # in a window, at least: step sizes are found from them
 FEW_TRAJECTORIES = 4  # the same if the time of the run is over
 DIVERGED = 10.0  # gain of energy over T above which the noise of a trajectory is not used
 VECTORS = 4  # noise vectors in a window, over the least number for a geometry
-TRAINED_VECTORS = 1  # the same around a trained network
 ENOUGH = 1_600  # steps of the last window, unless a number was given
 
 
@@ -192,17 +191,11 @@ class HMCWarmup(Warmup):
         self.grown, self.directions = torch.zeros(2), 0
         levels: list[Tensor] = []
         accepted: list[Tensor] = []
-        vectors = (TRAINED_VECTORS if chains.trained else VECTORS) * sampler.geometry.min_vectors
-        room = self.budget - self.spent - steps
-        # Noise vectors that are measured at a time, between steps; where the warm-up is short, steps give them.
-        apart = TOGETHER if chains.trained and vectors <= LAST_SHARE * room else 0
-        every = steps + 1 if fixed else max(1, steps * max(apart, 1) // vectors)
+        # Noise vectors at one place would take less time, but tell less of the posterior.
+        every = steps + 1 if fixed else max(1, steps // (VECTORS * sampler.geometry.min_vectors))
         i = 0
         while i < steps and not (len(accepted) >= FEW_TRAJECTORIES and self._late()):
             looks, count = not fixed and i % every == 0, 0
-            if looks and apart:  # but leave the last window some steps
-                self._measure(min(apart, self.budget - self.spent - (steps - i) - LEAST_WINDOW))
-                looks = False
             if self.multi_step is not None and not looks:
                 count = min(self.multi_step.remaining, steps - i, every - i % every)
             if self.multi_step is not None and count:
