@@ -89,6 +89,13 @@ class Sgd:
         return (time.perf_counter() - began) / steps
 
 
+def random_images(case: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Images of bytes, and labels, on the GPU; torch is seeded."""
+    torch.manual_seed(0)
+    pixels = torch.randint(0, 256, (10_000, *case["shape"]), dtype=torch.uint8, device="cuda")
+    return pixels, torch.randint(10, (10_000,), device="cuda")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
@@ -100,9 +107,7 @@ def main() -> None:
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     for name in args.cases:
         case = CASES[name]
-        torch.manual_seed(0)
-        pixels = torch.randint(0, 256, (10_000, *case["shape"]), dtype=torch.uint8, device="cuda")
-        data = pixels, torch.randint(10, (10_000,), device="cuda")
+        data = random_images(case)
         model = case["make"]().cuda().train()
         target = Target.from_module(model, "categorical", **case["settings"])
         sgd = Sgd(case, data)

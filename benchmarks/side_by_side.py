@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine import CASES
+from benchmarks.engine import CASES, random_images
 from experiments.models import resnet56, vgg16_bn
 from isosgd import Target, sample
 
@@ -36,9 +36,7 @@ def main() -> None:
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     for name in args.cases:
         case = cases[name]
-        torch.manual_seed(0)
-        pixels = torch.randint(0, 256, (10_000, *case["shape"]), dtype=torch.uint8, device="cuda")
-        data = pixels, torch.randint(10, (10_000,), device="cuda")
+        data = random_images(case)
         for chains in args.chains:
             networks = [case["make"]().cuda().train() for _ in range(chains)]
             target = Target.from_module(networks[0], "categorical", **case["settings"])

@@ -53,10 +53,13 @@ def parameters(posterior: Target, chains: int) -> tuple[Layout, Tensor]:
     return layout, layout.flat(start) + 0.1 * drawn(1, chains, sum(layout.sizes))
 
 
-def by_autograd(posterior: Target, layout: Layout, theta: Tensor, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def by_autograd(
+    posterior: Target, layout: Layout, theta: Tensor, batch: tuple[Tensor, ...], prior_weight: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Loss and gradient of one chain in float64."""
     free = {name: x.double().requires_grad_() for name, x in layout.views(theta).items()}
-    loss, gradients = posterior.gradient(free, tuple(t.double() if t.is_floating_point() else t for t in batch), 300)
+    exact = tuple(t.double() if t.is_floating_point() else t for t in batch)
+    loss, gradients = posterior.gradient(free, exact, 300, prior_weight)
     return loss, torch.cat([g.flatten() for g in gradients])
 
 
@@ -111,17 +114,19 @@ def test_halves_and_likelihoods(likelihood: Any, outputs: int, rows: int) -> Non
         y = (y > 0).float()
     if likelihood == "categorical":
         y = torch.arange(rows) % 4
-    single = Single(posterior, 300)
+    weight = 0.3  # of the prior, as where the likelihood alone is tempered
+    single = Single(posterior, 300, weight)
     posterior.check(layout.views(theta[0]), (x, y))
     loss, gradients, noise = single(layout.views(theta[0]), (x, y), split=True)
     assert single.one is not None and single.one.fits(theta, (x.unsqueeze(0), y.unsqueeze(0)))
-    wanted, gradient = by_autograd(posterior, layout, theta[0], (x, y))
+    wanted, gradient = by_autograd(posterior, layout, theta[0], (x, y), weight)
     assert noise is not None and abs(loss[0] - wanted) < 1e-5 * max(1.0, abs(wanted))
     found = torch.cat([g.flatten() for g in gradients])
     assert (found - gradient).abs().max() < 3e-6 * gradient.abs().max()
     half = rows // 2
     first, second = (
-        by_autograd(posterior, layout, theta[0], (x[cut], y[cut]))[1] for cut in (slice(half), slice(half, None))
+        by_autograd(posterior, layout, theta[0], (x[cut], y[cut]), weight)[1]
+        for cut in (slice(half), slice(half, None))
     )
     apart = (first - second) * math.sqrt(half * (rows - half)) / rows
     assert (torch.cat([v.flatten() for v in noise]) - apart).abs().max() < 1e-5 * apart.abs().max()
@@ -350,16 +355,21 @@ def test_noise_around_a_trained_network_is_measured_with_a_short_last_batch() ->
 @pytest.mark.usefixtures("built")
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
-def test_without_data_the_posterior_is_the_prior() -> None:
+@pytest.mark.parametrize(
+    ("temperature", "tempered", "variance"),
+    [(1.0, "both", 0.25), (0.25, "both", 0.0625), (0.25, "likelihood", 0.25)],
+    ids=["T = 1", "T = 1/4", "likelihood at T = 1/4"],
+)
+def test_without_data_the_posterior_is_the_prior(temperature: float, tempered: str, variance: float) -> None:
     """Noise so large that the data say nothing, so that all moments are known, and steps of the library."""
     posterior = target(dense(2, (16,), 1, nn.Tanh), likelihoods.Gaussian(1e4), priors.Normal(0.5))
     x = drawn(0, 500, 2)
     found = sample(
         posterior, (x, x[:, :1]), method="hmc", draws=150, keep_every=20, warmup=1000, chains=4, seed=0, progress=False,
-        structure="diagonal",
+        structure="diagonal", temperature=temperature, tempered=tempered,
     )  # fmt: skip
     assert found.info["engine"].endswith("several steps a call")
     squares = torch.cat([v.flatten(2) for v in found.draws.values()], 2).square().double()  # [chains, draws, d]
     means = squares.mean((1, 2))  # of each chain, independent of the others
     error = float(means.std() / math.sqrt(len(means)))
-    assert abs(float(means.mean()) - 0.25) < 5 * max(error, 0.25 * math.sqrt(2 / squares.numel()))
+    assert abs(float(means.mean()) - variance) < 5 * max(error, variance * math.sqrt(2 / squares.numel()))
