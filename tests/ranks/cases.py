@@ -5,6 +5,7 @@ RANK in the environment it forks WORLD_SIZE ranks: torch is then loaded once, an
 """
 
 import errno
+import faulthandler
 import hashlib
 import itertools
 import json
@@ -22,6 +23,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -286,6 +288,21 @@ def wrapped() -> Any:
     return {"names": sorted(found.draws), "end": end, "steps": isgd.param_groups[0]["step"]}
 
 
+class SlowToCheck:
+    """A store whose answer to whether there is a key comes late."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        there = self.store.check(keys)
+        time.sleep(0.005)
+        return there
+
+
 def drift() -> Any:
     """Loops with DDP whose ranks draw the same noise, noise of their own, and one with a collector on rank 0 alone.
 
@@ -294,7 +311,11 @@ def drift() -> Any:
     rank = dist.get_rank()
 
     def loop(
-        generator: torch.Generator | None, collects: bool = True, within: bool = False, alone: bool = False
+        generator: torch.Generator | None,
+        collects: bool = True,
+        within: bool = False,
+        alone: bool = False,
+        batches: int = 20,
     ) -> int:
         torch.manual_seed(0 if alone else rank)
         model: nn.Module = nn.Linear(3, 1)
@@ -302,11 +323,19 @@ def drift() -> Any:
         ddp = model if alone else nn.parallel.DistributedDataParallel(model)
         sgld = SGLD(ddp.parameters(), num_data=ROWS, lr=1e-3, weight_decay=0.1, generator=generator)
         collector = Collector(sgld, model if within else ddp, keep_every=2) if collects else None
-        for rows in torch.arange(ROWS).chunk(20):
+        for rows in torch.arange(ROWS).repeat(batches // 20).chunk(batches):
             sgld.zero_grad()
             (ddp(X[rows]) - Y[rows]).square().mean().backward()
             sgld.step()
         return 0 if collector is None else collector.posterior().num_draws
+
+    def chains() -> int:
+        """Ranks do not wait for each other, and one answer takes rank 1 so long that rank 0 is draws ahead by then."""
+        store = dist.distributed_c10d._get_default_store()
+        with mock.patch.object(
+            dist.distributed_c10d, "_get_default_store", lambda: SlowToCheck(store) if rank else store
+        ):
+            return loop(None, alone=True, batches=200)
 
     return {
         "alone": loop(torch.Generator().manual_seed(1), rank == 0),
@@ -314,7 +343,7 @@ def drift() -> Any:
         "other": raised(lambda: loop(None)),
         "same within": loop(torch.Generator().manual_seed(1), within=True),
         "other within": raised(lambda: loop(None, within=True)),
-        "chains": loop(None, alone=True),  # of one start, and with the same examples at every step
+        "chains": chains(),  # of one start, and with the same examples at every step
     }
 
 
@@ -866,6 +895,7 @@ def _die(note: Path, attempt: int) -> None:
 
 def main() -> None:
     warnings.simplefilter("ignore")
+    faulthandler.register(signal.SIGUSR1)  # a launcher that waits too long asks where all threads are
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     out, found = Path(sys.argv[1]), {}

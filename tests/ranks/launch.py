@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 CASES = Path(__file__).with_name("cases.py")
 
 
-def launch(size: int, out: Path, *cases: str, seconds: float = 800.0) -> list[dict[str, Any]]:
+def launch(size: int, out: Path, *cases: str, seconds: float = 300.0) -> list[dict[str, Any]]:
     """Run cases in ``size`` processes; what each rank found."""
     out.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
@@ -31,6 +32,14 @@ def launch(size: int, out: Path, *cases: str, seconds: float = 800.0) -> list[di
     )
     try:
         said = job.communicate(timeout=seconds)[1]
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGUSR1)  # all ranks say where they are
+        time.sleep(2)
+        os.killpg(job.pid, signal.SIGKILL)
+        done = {path.stem: json.loads(path.read_text())["seconds"] for path in out.glob("?.json")}
+        pytest.fail(
+            f"no end after {seconds:.0f} s; seconds of each rank's cases: {done}\n{job.communicate()[1][-12000:]}"
+        )
     finally:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
@@ -52,6 +61,12 @@ def launch_once(factory: pytest.TempPathFactory, size: int, *cases: str) -> tupl
     with (folder / f"ranks-{size}.lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         if not done.exists():
-            launch(size, out, *cases)
+            try:
+                launch(size, out, *cases)
+            except BaseException as error:  # said by every worker, but waited for once
+                done.write_text(str(error) or type(error).__name__)
+                raise
             done.touch()
+    if failed := done.read_text():
+        pytest.fail(failed)
     return results(size, out), out

@@ -16,7 +16,8 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
 from hashlib import sha256
@@ -29,7 +30,8 @@ from safetensors.torch import load as tensors_from
 from safetensors.torch import save as tensors_to
 from torch import Tensor
 
-from isosgd.errors import RankError, RankValueError
+from isosgd.errors import RankError, RankValueError, first_line
+from isosgd.progress import LOGGER
 from isosgd.store.files import pack, raw, to_json, unpack
 from isosgd.target.batches import tree_map
 
@@ -333,22 +335,38 @@ class Replicas:
         given = [x for x in slopes if x is not None and bool(x.any())]
         # Missing or zero gradients must not match those of other ranks.
         own = [_digest(tensors), _digest(given) if given or self.known else f"none of {self.rank}"]
-        self._seen.append((step, own))
-        self._store.set(f"{self._name}/{step}/{self.rank}", " ".join(own))
-        if len(self._seen) > 3:
-            self._store.delete_key(f"{self._name}/{self._seen.pop(0)[0]}/{self.rank}")
+        self._seen = [*self._seen[-2:], (step, own)]
+        # One key a rank, written over and never deleted: to get one that was just deleted would wait for it.
+        if self._store is not None:
+            with self._while_it_lasts():
+                self._store.set(f"{self._name}/{self.rank}", json.dumps(self._seen))
 
     def look(self) -> None:
         """Raise if parameters at the last draws are known to differ between ranks."""
+        if self._store is not None:
+            with self._while_it_lasts():
+                self._look()
+
+    @contextmanager
+    def _while_it_lasts(self) -> Iterator[None]:
+        """Ends the comparison where the store ends: rank 0 may end before ranks with chains of their own."""
+        try:
+            yield
+        except dist.DistError as error:
+            LOGGER.info("ranks are not compared any more, since their store is gone: %s", first_line(error))
+            self._store = None
+
+    def _look(self) -> None:
         draws = self._seen[-2:]
         if len(draws) < (1 if self.known else 2):
             return
         (step, (own, _)), (after, (_, slope)) = draws[-1 if self.known else 0], draws[-1]
         for rank in self._others:
-            keys = [f"{self._name}/{number}/{rank}" for number in (step, after)]
-            if not all(self._store.check([key]) for key in keys):
+            key = f"{self._name}/{rank}"
+            theirs = dict(json.loads(self._store.get(key))) if self._store.check([key]) else {}
+            if step not in theirs or after not in theirs:
                 continue
-            (params, _), (_, gradient) = (self._store.get(key).decode().split(" ", 1) for key in keys)
+            (params, _), (_, gradient) = theirs[step], theirs[after]
             if params != own and gradient == slope:
                 raise RuntimeError(
                     f"after step {step} the parameters of ranks {self.rank} and {rank} were not the same: replicas "
