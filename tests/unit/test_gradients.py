@@ -216,7 +216,7 @@ def test_large_losses_are_compared_by_their_size(generator: torch.Generator) -> 
     x, y = 1e4 * torch.randn(33, 20, generator=generator), 1e4 * torch.randn(33, generator=generator)
     target = Target.from_module(wide(), "gaussian")
     assert float(target.gradient(target.initial(), (x, y), 33)[0]) > 1e6
-    assert engine(target, (x, y)) == "together"
+    assert engine(target, (x, y)).startswith("together")
 
 
 def test_gradients_that_vanish_are_not_compared_by_their_rounding(generator: torch.Generator) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,15 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isosgd import Target, likelihoods, priors, sample
+from isosgd import Posterior, Target, likelihoods, priors, sample
 from isosgd.data.sources import TensorBatches
+from isosgd.engine import multistep
 from isosgd.engine.chains import Chains
 from isosgd.engine.gradients import Layout, Many, Single
 from isosgd.engine.leapfrog import LeapfrogMultiStep, unsupported_reason, without_compiler
+from isosgd.engine.multistep import MultiStep
+from isosgd.engine.schedule import Schedule
 from isosgd.geometry import LowRank
 from isosgd.native import build
 from isosgd.native.layers import Layers, network_of
+from isosgd.progress import Progress
 from isosgd.samplers.hmc import HMC
+from isosgd.sampling.settings import sampler_factory
+from isosgd.warmup.windows import warmup_of
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -307,6 +314,117 @@ def test_noise_of_many_minibatches_at_once_is_that_of_one_after_the_other() -> N
     for _, noise in one.noise_vectors(2):  # other minibatches
         assert not torch.allclose(noise[0], together[0][1][0], rtol=1e-3)
     torch.testing.assert_close(one.flat(one.leaves), other.flat(other.leaves), rtol=0.0, atol=0.0)
+
+
+# ------------------------------------------------------------------------------------------ steps on minibatches
+
+STEPPED: list[dict[str, Any]] = [
+    {"method": "sgld", "lr": 1e-4},
+    {"structure": "single"},
+    {"structure": "diagonal"},
+    {"structure": "lowrank"},
+    {"method": "sghmc", "lr": 1e-4},
+    {"method": "adaptive-sghmc"},  # whose metric is a number for each element
+    {"method": "csghmc", "lr": 1e-3, "cycle": 7},  # whose rates change from step to step
+    # Of these two the library has the gradients alone.
+    {"method": "psgld", "lr": 1e-4},
+    {"structure": "kronecker"},
+]
+
+
+def stepped(options: dict[str, Any], count: int, classes: bool, temperature: float) -> Chains:
+    """Chains on a network that the library takes, after a warm-up."""
+    posterior = target(dense(4, (24, 16), 3 if classes else 1, nn.SiLU), "categorical" if classes else "gaussian")
+    given, x = dict(options), drawn(5, 300, 4)
+    data = x, (torch.arange(300) % 3 if classes else x[:, :1].sin() + 0.1 * drawn(6, 300, 1))
+    schedule = Schedule(posterior, data, None, count, 50, 0, None, None)
+    method = given.pop("method", "isgd")
+    make = sampler_factory(method, 300, temperature, 50, schedule.together_sets, given)
+    _, run = next(iter(schedule.runs(make)))
+    if "lr" not in options and "lam" not in options:
+        warmup_of(run, 400, Progress(1, show=False)).run(measure_spacing=False)
+    return run
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize(("count", "classes", "temperature"), [(1, True, 0.1), (3, False, 1.0)])
+@pytest.mark.parametrize("options", STEPPED, ids=str)
+def test_many_steps_in_a_call_are_those_without_the_library(
+    options: dict[str, Any], count: int, classes: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With those that measure the noise, of calls of different lengths; only rounding differs."""
+    runs = [stepped(options, count, classes, temperature) for _ in range(2)]
+    taken: list[int] = []
+    library = Layers.steps
+
+    def counted(layers: Layers, density: Any, theta: Tensor, velocity: Any, batch: Any, updates: Any) -> Any:
+        taken.append(len(batch[0]))
+        return library(layers, density, theta, velocity, batch, updates)
+
+    monkeypatch.setattr(Layers, "steps", counted)
+    for run, by_library in zip(runs, (True, False), strict=True):
+        with monkeypatch.context() as inside:
+            if not by_library:
+                inside.setattr(Layers, "fits", lambda *given: False)
+            assert multistep.without_compiler(run) == by_library
+            assert multistep.unsupported_reason(run) == ""
+            steps = MultiStep(run, noise_every=5, compiled=False)
+            steps.take_steps(0, 17, lambda number: None)
+            steps.take_steps(17, 4, lambda number: None)
+        if by_library:
+            split = 4 if run.sampler.program().follows_noise else 0  # type: ignore[union-attr]
+            assert sum(taken) == (0 if options in STEPPED[-2:] else 21 - split)
+    one, other = runs
+    for a, b in zip(one.leaves, other.leaves, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(one.loss, other.loss, rtol=1e-3, atol=1e-5)
+    assert one.gradients == other.gradients
+    begun = stepped(options, count, classes, temperature).leaves
+    moved = [float((a - b).detach().abs().max()) for a, b in zip(one.leaves, begun, strict=True)]
+    assert min(moved) > 1e-4  # far more than rounding
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("method", ["isgd", "csghmc"])
+@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
+def test_draws_of_a_plain_network_take_many_steps_a_call_without_the_compiler(method: str, tmp_path: Path) -> None:
+    """Nothing is compiled for so few steps. A run that is extended has the draws of a longer one."""
+    net, x = dense(7, (64,), 3), drawn(1, 600, 7)
+    options = {"lr": 1e-3, "cycle": 20, "warmup": 0} if method == "csghmc" else {"warmup": 200}
+
+    def run(draws: int, **more: Any) -> Posterior:
+        return sample(
+            Target.from_module(net, "categorical", priors.Normal(1.0)), (x, torch.arange(600) % 3), method=method,
+            draws=draws, keep_every=10, temperature=0.1, progress=False, seed=2, **options, **more,
+        )  # fmt: skip
+
+    whole = run(6)
+    assert whole.info["engine"].endswith(", several steps a call")
+    run(3, store=tmp_path)
+    again = run(6, store=tmp_path, resume=True)
+    assert all(torch.equal(whole.draws[name], again.draws[name]) for name in whole.draws)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
+@pytest.mark.parametrize(("temperature", "variance"), [(1.0, 0.25), (0.25, 0.0625)])
+@pytest.mark.parametrize("options", [{"structure": "lowrank"}, {"method": "sghmc", "lr": 0.5}], ids=str)
+def test_with_data_that_say_nothing_steps_sample_the_prior(
+    options: dict[str, Any], temperature: float, variance: float
+) -> None:
+    """As below, on minibatches."""
+    posterior = target(dense(2, (16, 64), 1, nn.Tanh), likelihoods.Gaussian(1e3), priors.Normal(0.5))
+    x = drawn(0, 500, 2)
+    found = sample(
+        posterior, (x, x[:, :1]), draws=150, keep_every=40, warmup=1000, chains=4, seed=0, progress=False,
+        temperature=temperature, compile=False, **options,
+    )  # fmt: skip
+    assert found.info["engine"].endswith("several steps a call")
+    squares = torch.cat([v.flatten(2) for v in found.draws.values()], 2).square().double()  # [chains, draws, d]
+    means = squares.mean((1, 2))
+    error = float(means.std() / math.sqrt(len(means)))
+    assert abs(float(means.mean()) - variance) < 5 * max(error, variance * math.sqrt(2 / squares.numel()))
 
 
 @pytest.mark.usefixtures("built")

@@ -1,8 +1,8 @@
 """Several steps of chains in one call, used while draws are taken, when rates are fixed or known.
 
 A step of a small network takes less time than the call of a function. So minibatches and innovations of up to `MOST`
-steps are drawn at once, and the steps themselves (gradients and updates) are one compiled function of flat tensors: a
-loop in compiled code on a CPU, a CUDA graph on a GPU.
+steps are drawn at once, and the steps themselves (gradients and updates) are one call: of a compiled function of flat
+tensors, which is a loop on a CPU and a CUDA graph on a GPU, or of the library of `isosgd.native.layers`.
 
 The algorithm is that of `isosgd.engine.chains.Chains.step`; only the order of random numbers differs. If a sampler
 follows the gradient noise, every k-th step takes two halves of its minibatch. If it follows the level of the noise,
@@ -19,12 +19,14 @@ from torch import Tensor
 
 from isosgd.data.sources import TensorBatches
 from isosgd.engine.chains import Chains
-from isosgd.engine.compiled import UNCHECKED, Compiled, GraphLoop, Looped, Tensors, bytes_of
+from isosgd.engine.compiled import UNCHECKED, Compiled, Found, GraphLoop, Looped, Tensors, bytes_of
 from isosgd.engine.gradients import Many, batchable
+from isosgd.samplers.program import StepProgram
 from isosgd.target.batches import tensors_of
 
 MOST = 64  # steps in a call
 BYTES = {"cpu": 1 << 27, "cuda": 1 << 29}  # bound of the minibatches and innovations that are drawn at once
+WIDE = 20_000  # parameters of a chain from which compiled steps are faster than those of the library
 LARGE = 1 << 20  # parameters of a chain from which a call costs little beside a step
 
 
@@ -50,6 +52,55 @@ def unsupported_reason(run: Chains) -> str:
     return ""
 
 
+def without_compiler(run: Chains) -> bool:
+    """Whether the library has the gradients, so that steps are fast without a compiler."""
+    batches = run.batches
+    if not isinstance(batches, TensorBatches) or not isinstance(batches.tensors, tuple) or batches.whole:
+        return False
+    if run.target.network() is None:
+        return False
+    first = torch.arange(batches.batch_size, device=batches.device).expand(run.count, -1)
+    gradient = Many(run.target, run.num_data, run.layout, prior_weight=run.prior_weight)
+    return gradient.density(run.flat(run.leaves), batches.at(first)) is not None
+
+
+def is_fast_without_compiler(run: Chains) -> bool:
+    """Whether steps are as fast as compiled ones, if the library has the gradients: it must have the updates, too."""
+    program = run.sampler.program()
+    return not isinstance(program, str) and program.in_library and sum(run.layout.sizes) <= WIDE
+
+
+class ByLibrary:
+    """Several steps of chains by one call of the library, where it has their updates; else one by one.
+
+    Args:
+        gradient: of the chains.
+        program: of the sampler.
+        loop: takes the steps one by one.
+    """
+
+    unsupported_reason = ""  # it can be called in any case
+
+    def __init__(self, gradient: Many, program: StepProgram, loop: Looped) -> None:
+        self.gradient, self.program, self.loop = gradient, program, loop
+
+    def __call__(self, count: int, state: Tensor, batch: Tensors, xi: Tensor, tensors: Tensors) -> Found:
+        """As `Looped`."""
+        theta, dim = self.program.parameters(state), self.program.dim
+        density = self.gradient.density(theta, tuple(t[0] for t in batch)) if count else None
+        updates = None if density is None else self.program.updates(xi[: count + self.program.lead], tensors)
+        if density is None or updates is None or theta.dtype != xi.dtype:
+            return self.loop(count, state, batch, xi, tensors)
+        assert self.gradient.layers is not None
+        rows = self.gradient.rows(tuple(t[:count].flatten(0, 1) for t in batch))
+        x, y = (t.view(count, len(theta), *t.shape[1:]) for t in rows)
+        whole = torch.contiguous_format
+        velocity = state[:, dim:].clone(memory_format=whole) if state.shape[-1] > dim else None
+        theta = theta.clone(memory_format=whole)
+        loss, total = self.gradient.layers.steps(density, theta, velocity, (x, y), updates)
+        return theta if velocity is None else torch.cat([theta, velocity], -1), loss, total
+
+
 def _steps(run: Chains) -> int:
     """Most steps in a call that memory allows."""
     batches = run.batches
@@ -57,6 +108,9 @@ def _steps(run: Chains) -> int:
     row = bytes_of(t[0] for t in tensors_of(batches.tensors))
     each = run.count * (batches.batch_size * row + sum(run.layout.sizes) * run.leaves[0].element_size())
     return max(1, min(MOST, BYTES.get(run.leaves[0].device.type, BYTES["cpu"]) // each))
+
+
+Loop = Looped | GraphLoop | ByLibrary
 
 
 class MultiStep:
@@ -80,7 +134,7 @@ class MultiStep:
         self.program, self.most, self.noise_every = program, _steps(run), noise_every
         self.gradient = Many(run.target, run.num_data, run.layout, prior_weight=run.prior_weight)
         # Compiled functions are for fixed shapes, and those of Lambda may change.
-        self.known: dict[tuple[Any, ...], tuple[Looped | GraphLoop, Compiled]] = {}
+        self.known: dict[tuple[Any, ...], tuple[Loop, Compiled]] = {}
         self._turned: tuple[Tensor, int, Tensor] | None = None
         program.prepare(self.most)
         self.failed = self._try()
@@ -120,7 +174,7 @@ class MultiStep:
         theta, loss, _ = self.step(theta, self._at(batch, k), xi, tensors, self.program.needs_noise)
         return theta, loss
 
-    def _functions(self, tensors: Tensors) -> tuple[Looped | GraphLoop, Compiled]:
+    def _functions(self, tensors: Tensors) -> tuple[Loop, Compiled]:
         """The loop over steps and the split step, for tensors of such shapes."""
         key = tuple((t.shape, t.dtype) for t in tensors)
         if key not in self.known:
@@ -128,7 +182,9 @@ class MultiStep:
             given = self._kth, self.most, after, self.log
             assert isinstance(run.batches, TensorBatches)
             between = run.layout.between(run.batches.batch_size, run.leaves[0].dtype)
-            loop = GraphLoop(*given) if run.leaves[0].is_cuda else Looped(*given, between)
+            loop: Loop = GraphLoop(*given) if run.leaves[0].is_cuda else Looped(*given, between)
+            if isinstance(loop, Looped) and not self.compiled:
+                loop = ByLibrary(self.gradient, self.program, loop)
             split = Compiled(self.step, after, self.log, "steps that follow the noise", UNCHECKED)
             self.known[key] = loop, split
         return self.known[key]

@@ -93,7 +93,8 @@ def layers() -> Any:
         _warned(error)
         return None
     kinds = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "d": ctypes.c_double}
-    calls = {"forward": "pp", "backward": "ppp", "gradient": "pnpppp", "leapfrog": "pnppnpdnpppppp"}
+    calls = {"forward": "pp", "backward": "ppp", "gradient": "pnpppp"}
+    calls |= {"steps": "pnppndppnpnnpppppp", "leapfrog": "pnppnpdnpppppp"}
     for name, more in calls.items():
         function = getattr(library, f"isosgd_{name}")
         function.argtypes, function.restype = [kinds[kind] for kind in "pnnppn" + more], None

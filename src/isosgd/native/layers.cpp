@@ -413,6 +413,33 @@ float leapfrog(const Net& net, const Density& density, const float* precisions, 
   return loss;
 }
 
+// The update of a step: theta -= p, or v = (1 - friction) v - p and theta += v, with p = rate g + kick; along k
+// directions S it is p = rate f + S^T (back S f + add shared) with f = g + amplitude own. Steps and chains have rates
+// and innovations of their own; `Update` is that of one chain at one step.
+struct Update {
+  const float *rate, *drawn;  // drawn: the kick, or own and shared innovations
+  double friction;            // negative without velocities
+  int64_t k;
+  const float *basis, *back, *add, *amplitude;
+};
+
+void take(const Update& u, int64_t d, const float* g, float* theta, float* velocity, float* scratch) {
+  float* pull = scratch;
+  if (u.k)
+    displace_one(d, u.k, u.basis, u.back, u.add, u.rate, u.amplitude, g, u.drawn, u.drawn + d, pull, pull + d);
+  else
+    for (int64_t i = 0; i < d; i++) pull[i] = u.rate[i] * g[i] + u.drawn[i];
+  if (u.friction < 0) {
+    for (int64_t i = 0; i < d; i++) theta[i] -= pull[i];
+    return;
+  }
+  const float kept = float(1.0 - u.friction);
+  for (int64_t i = 0; i < d; i++) {
+    velocity[i] = kept * velocity[i] - pull[i];
+    theta[i] += velocity[i];
+  }
+}
+
 // f(k, scratch) for each chain, shared among threads.
 template <class F>
 void each(int64_t chains, int64_t threads, int64_t scratch, F f) {
@@ -472,6 +499,33 @@ void isosgd_gradient(const int64_t* numbers, int64_t chains, int64_t threads, co
   each(chains, threads, gradient_scratch(net), [&](int64_t k, float* scratch) {
     loss[k] = gradient(net, density, precisions, theta + k * net.total, x + k * apart, Targets(y, k * beyond, density.classes),
                        found + k * net.total, scratch);
+  });
+}
+
+// Steps, each on a minibatch of its own: moves `theta`, and `velocity` where it is not null. Minibatches, rates and
+// innovations of step s and chain k begin at `s * chains + k` times their size; rates are the same at all steps unless
+// they `change`. `loss` and `total`: the last loss, and the sum over steps.
+void isosgd_steps(const int64_t* numbers, int64_t chains, int64_t threads, float* theta, const float* x, int64_t apart,
+                  const void* y, int64_t beyond, const double* about, const float* precisions, int64_t steps,
+                  double friction, float* velocity, const float* rate, int64_t change, const float* drawn, int64_t width,
+                  int64_t directions, const float* basis, const float* back, const float* add, const float* amplitude,
+                  float* loss, float* total) {
+  using namespace isosgd;
+  const Net net(numbers);
+  const Density density(about);
+  const int64_t d = net.total, n = directions, own = gradient_scratch(net);
+  each(chains, threads, d + std::max(own, 2 * d + 3 * n), [&](int64_t k, float* scratch) {
+    float *g = scratch, *more = g + d, sum = 0;
+    for (int64_t s = 0; s < steps; s++) {
+      const int64_t at = s * chains + k;
+      loss[k] = gradient(net, density, precisions, theta + k * d, x + at * apart, Targets(y, at * beyond, density.classes), g,
+                         more);
+      sum += loss[k];
+      const Update update{rate + (change ? at : k) * d, drawn + at * width, friction, n, basis + k * n * d,
+                          back + k * n * n, add + k * n * n, n ? amplitude + k * d : nullptr};
+      take(update, d, g, theta + k * d, velocity ? velocity + k * d : nullptr, more);
+    }
+    total[k] = sum;
   });
 }
 

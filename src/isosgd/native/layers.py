@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from isosgd.native import build
 
-LEAST = 20_000  # products of rows and weights of all chains below which building the library does not pay
+LEAST = 5_000  # products of rows and weights of all chains below which building the library does not pay
 THREADED = 10_000_000  # such products below which more threads lose on a busy machine
 ACTIVATIONS = ("relu", "silu", "tanh", "sigmoid", "gelu", "tanh gelu")  # in the order of ``with_activation``
 KINDS: dict[type[nn.Module], Callable[[Any], str]] = {
@@ -138,6 +139,25 @@ class Density(NamedTuple):
     precisions: Tensor
 
 
+@dataclass
+class Updates:
+    """Steps ``theta -= p``, or ``v = (1 - friction) v - p`` and ``theta += v``, with ``p = rate g + kick``.
+
+    Along directions S it is ``p = rate f + S^T (back S f + add shared)`` with ``f = g + amplitude own``.
+
+    Attributes:
+        rate: ``[steps or 1, chains, d]``.
+        drawn: kicks ``[steps, chains, d]``, or innovations, own and shared ones, ``[steps, chains, d + k]``.
+        friction: None without velocities.
+        along: S ``[chains, k, d]``, ``back``, ``add`` and ``amplitude``; empty without directions.
+    """
+
+    rate: Tensor
+    drawn: Tensor
+    friction: float | None = None
+    along: tuple[Tensor, ...] = ()
+
+
 class Layers:
     """Outputs and gradients of the networks of all chains, from flat parameters ``[chains, d]``.
 
@@ -211,9 +231,45 @@ class Layers:
         found, loss = torch.empty_like(theta), theta.new_empty(len(theta))
         given = self._density(density, theta, batch)
         build.layers().isosgd_gradient(*given, found.data_ptr(), loss.data_ptr())
-        if density.classes and bool(loss.isnan().any()) and bool(((batch[1] < 0) | (batch[1] >= self.outs)).any()):
-            raise IndexError(f"labels are not from 0 to {self.outs - 1}")
+        self._check_labels(density, loss, batch[1])
         return loss, found
+
+    def _check_labels(self, density: Density, loss: Tensor, y: Tensor) -> None:
+        if density.classes and bool(loss.isnan().any()) and bool(((y < 0) | (y >= self.outs)).any()):
+            raise IndexError(f"labels are not from 0 to {self.outs - 1}")
+
+    def steps(
+        self, density: Density, theta: Tensor, velocity: Tensor | None, batch: tuple[Tensor, Tensor], updates: Updates
+    ) -> tuple[Tensor, Tensor]:
+        """Take a step for each minibatch, and return the last losses and the sums over all steps.
+
+        Args:
+            density: what is sampled.
+            theta: parameters, which are moved.
+            velocity: of the parameters, where they have one; it is changed.
+            batch: ``[steps, chains, n, inputs]`` and ``[steps, chains, n, outputs]``, or labels ``[steps, chains, n]``.
+            updates: of the steps.
+        """
+        (x, y), (steps, chains) = batch, batch[0].shape[:2]
+        rate, drawn = updates.rate.contiguous(), updates.drawn.contiguous()
+        lam = [t.contiguous() for t in updates.along]
+        every = [theta, rate, drawn, *lam, *([] if velocity is None else [velocity])]
+        assert all(t.is_contiguous() and t.dtype == torch.float32 for t in every)
+        assert x.is_contiguous() and y.is_contiguous()
+        assert rate.shape[1:] == theta.shape == (chains, self.total) and len(rate) in (1, steps)
+        k = lam[0].shape[1] if lam else 0
+        assert drawn.shape == (steps, chains, self.total + k)
+        loss, total = theta.new_empty(2, chains).unbind()
+        about = (ctypes.c_double * 5)(*density[:5])
+        build.layers().isosgd_steps(
+            *self._given(theta, x[0])[:-1], x[0, 0].numel(), y.data_ptr(), y[0, 0].numel(), about,
+            density.precisions.data_ptr(), steps,
+            -1.0 if updates.friction is None else updates.friction, None if velocity is None else velocity.data_ptr(),
+            rate.data_ptr(), len(rate) > 1, drawn.data_ptr(), drawn.shape[2], k,
+            *(t.data_ptr() for t in lam), *[None] * (4 - len(lam)), loss.data_ptr(), total.data_ptr(),
+        )  # fmt: skip
+        self._check_labels(density, total, y)
+        return loss, total
 
     def leapfrog(
         self, count: int, density: Density, theta: Tensor, batch: tuple[Tensor, Tensor],

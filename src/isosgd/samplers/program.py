@@ -19,6 +19,7 @@ from isosgd.geometry.base import Geometry
 from isosgd.geometry.diagonal import Diagonal
 from isosgd.geometry.full import Full
 from isosgd.geometry.lowrank import LowRank
+from isosgd.native.layers import Updates
 from isosgd.noise.model import split_like
 from isosgd.samplers.innovations import as_bits, fill_steps
 
@@ -227,6 +228,20 @@ class StepProgram(ABC):
         """The step in elementwise form, for one pass over memory; None if it has none."""
         return None
 
+    @property
+    def in_library(self) -> bool:
+        """Whether the library takes such steps, given by `updates`."""
+        return False
+
+    def updates(self, drawn: Tensor, tensors: Tensors) -> Updates | None:
+        """The steps of a call as the library takes them; None if at present it does not.
+
+        Args:
+            drawn: the innovations of `draw`.
+            tensors: those of `tensors`.
+        """
+        return None
+
     def rates(self) -> Tensor:
         """The rate of each element, ``[chains, d]``."""
         self.sampler.injector.make_plan()
@@ -269,6 +284,16 @@ class KickProgram(StepProgram):
             else:
                 found.kicks += [kick * share for share in split_like(move.scale.flatten(), part.params)]
         return found
+
+    @property
+    def in_library(self) -> bool:
+        return True
+
+    def updates(self, drawn: Tensor, tensors: Tensors) -> Updates | None:
+        rate, *metric = tensors
+        if metric:
+            rate, drawn = rate * metric[0], metric[1] * drawn
+        return Updates(rate.unsqueeze(0), drawn, self.friction)
 
     def move(self, state: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
         rate, *metric = tensors
@@ -332,6 +357,15 @@ class ScheduledProgram(StepProgram):
     def groups(self) -> list[int]:
         """The index of each parameter's group."""
         return [i for i, group in enumerate(self.sampler.param_groups) for _ in group["params"]]
+
+    @property
+    def in_library(self) -> bool:
+        return True
+
+    def updates(self, drawn: Tensor, tensors: Tensors) -> Updates | None:
+        rates = torch.split(drawn[..., self.dim :], 1, -1)
+        rate = torch.cat([x.expand(-1, -1, count) for x, count in zip(rates, self.counts, strict=True)], -1)
+        return Updates(rate, drawn[..., : self.dim], self.kicks.friction)
 
     def injection(self) -> Tensors:
         raise RuntimeError("rates change from step to step: there is no injection for several steps")
@@ -400,6 +434,20 @@ class GeometryProgram(StepProgram):
 
     def innovation(self, drawn: Tensor, k: int) -> Tensor:
         return 0.5 * (drawn.select(0, k) + drawn.select(0, k + 1)) if self.lead else drawn.select(0, k)
+
+    @property
+    def in_library(self) -> bool:
+        return isinstance(self.geometry, Diagonal | LowRank)
+
+    def updates(self, drawn: Tensor, tensors: Tensors) -> Updates | None:
+        xi = 0.5 * (drawn[:-1] + drawn[1:]) if self.lead else drawn
+        if isinstance(self.geometry, Diagonal):
+            rate, kick = tensors
+            return Updates(rate.unsqueeze(0), xi * kick)
+        if isinstance(self.geometry, LowRank) and len(tensors) == 5:  # without `undo` and `reach`
+            basis, back, add, rate, amplitude = tensors
+            return Updates(rate.unsqueeze(0), xi, along=(basis, back, add, amplitude))
+        return None
 
     def move(self, state: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
         geometry, level = self.geometry, self.level

@@ -369,9 +369,11 @@ def _many_steps(chains: Chains, plan: DrawPlan, gap: float, bar: Progress) -> Mu
         except RuntimeError as error:
             chains.graph_unsupported = str(error)
             return None
-    if not _pays(chains, plan, plan.draws * gap) or multistep.unsupported_reason(chains):
+    quick, compiled = multistep.without_compiler(chains), _pays(chains, plan, plan.draws * gap)
+    if not (quick or compiled) or multistep.unsupported_reason(chains):
         return None
-    multi_step = MultiStep(chains, plan.noise_interval(chains), log=bar.note)
+    compiled &= not (quick and multistep.is_fast_without_compiler(chains))
+    multi_step = MultiStep(chains, plan.noise_interval(chains), compiled, bar.note)
     return None if multi_step.failed else multi_step
 
 
