@@ -330,25 +330,28 @@ STEPPED: list[dict[str, Any]] = [
     {"method": "psgld", "lr": 1e-4},
     {"structure": "kronecker"},
 ]
+FULL = {"structure": "full"}  # which may measure the noise in every step
 
 
 def stepped(options: dict[str, Any], count: int, classes: bool, temperature: float) -> Chains:
-    """Chains on a network that the library takes, after a warm-up."""
-    posterior = target(dense(4, (24, 16), 3 if classes else 1, nn.SiLU), "categorical" if classes else "gaussian")
-    given, x = dict(options), drawn(5, 300, 4)
-    data = x, (torch.arange(300) % 3 if classes else x[:, :1].sin() + 0.1 * drawn(6, 300, 1))
-    schedule = Schedule(posterior, data, None, count, 50, 0, None, None)
+    """Chains on a network that the library takes, after a warm-up. With few rows a full Lambda follows the noise."""
+    full = options.get("structure") == "full"
+    hidden, rows, size = ((24,), 60, 40) if full else ((24, 16), 300, 50)
+    posterior = target(dense(4, hidden, 3 if classes else 1, nn.SiLU), "categorical" if classes else "gaussian")
+    given, x = dict(options), drawn(5, rows, 4)
+    data = x, (torch.arange(rows) % 3 if classes else x[:, :1].sin() + 0.1 * drawn(6, rows, 1))
+    schedule = Schedule(posterior, data, None, count, size, 0, None, None)
     method = given.pop("method", "isgd")
-    make = sampler_factory(method, 300, temperature, 50, schedule.together_sets, given)
+    make = sampler_factory(method, rows, temperature, size, schedule.together_sets, given)
     _, run = next(iter(schedule.runs(make)))
-    if "lr" not in options and "lam" not in options:
-        warmup_of(run, 400, Progress(1, show=False)).run(measure_spacing=False)
+    if "lr" not in options:
+        warmup_of(run, 8000 if full else 400, Progress(1, show=False)).run(measure_spacing=False)
     return run
 
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(("count", "classes", "temperature"), [(1, True, 0.1), (3, False, 1.0)])
-@pytest.mark.parametrize("options", STEPPED, ids=str)
+@pytest.mark.parametrize("options", [*STEPPED, pytest.param(FULL, marks=pytest.mark.long)], ids=str)
 def test_many_steps_in_a_call_are_those_without_the_library(
     options: dict[str, Any], count: int, classes: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,9 +360,9 @@ def test_many_steps_in_a_call_are_those_without_the_library(
     taken: list[int] = []
     library = Layers.steps
 
-    def counted(layers: Layers, density: Any, theta: Tensor, velocity: Any, batch: Any, updates: Any) -> Any:
+    def counted(layers: Layers, density: Any, theta: Tensor, rest: Any, batch: Any, updates: Any) -> Any:
         taken.append(len(batch[0]))
-        return library(layers, density, theta, velocity, batch, updates)
+        return library(layers, density, theta, rest, batch, updates)
 
     monkeypatch.setattr(Layers, "steps", counted)
     for run, by_library in zip(runs, (True, False), strict=True):
@@ -379,6 +382,9 @@ def test_many_steps_in_a_call_are_those_without_the_library(
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(one.loss, other.loss, rtol=1e-3, atol=1e-5)
     assert one.gradients == other.gradients
+    assert (one.tracking is not None) == (options.get("structure") == "full" and not classes)
+    if one.tracking is not None and other.tracking is not None:
+        torch.testing.assert_close(one.tracking.level, other.tracking.level, rtol=1e-3, atol=1e-5)
     begun = stepped(options, count, classes, temperature).leaves
     moved = [float((a - b).detach().abs().max()) for a, b in zip(one.leaves, begun, strict=True)]
     assert min(moved) > 1e-4  # far more than rounding

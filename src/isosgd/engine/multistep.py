@@ -94,11 +94,9 @@ class ByLibrary:
         assert self.gradient.layers is not None
         rows = self.gradient.rows(tuple(t[:count].flatten(0, 1) for t in batch))
         x, y = (t.view(count, len(theta), *t.shape[1:]) for t in rows)
-        whole = torch.contiguous_format
-        velocity = state[:, dim:].clone(memory_format=whole) if state.shape[-1] > dim else None
-        theta = theta.clone(memory_format=whole)
-        loss, total = self.gradient.layers.steps(density, theta, velocity, (x, y), updates)
-        return theta if velocity is None else torch.cat([theta, velocity], -1), loss, total
+        rest, theta = (t.clone(memory_format=torch.contiguous_format) for t in (state[:, dim:], theta))
+        loss, total = self.gradient.layers.steps(density, theta, rest, (x, y), updates)
+        return torch.cat([theta, rest], -1) if rest.numel() else theta, loss, total
 
 
 def _steps(run: Chains) -> int:

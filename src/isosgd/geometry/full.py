@@ -178,7 +178,7 @@ class Full(Geometry):
         if track_level:
             self.push = rate * (self.root @ vectors) * room.sqrt().unsqueeze(-1)
             length = values.clamp_min(0.0).sum(-1).clamp_min(torch.finfo(self.dtype).tiny)
-            self.shares, self.sight = shares, self.root.mT * length.rsqrt().view(-1, 1, 1)
+            self.shares, self.sight = shares, (self.root.mT * length.rsqrt().view(-1, 1, 1)).contiguous()
         else:
             missing = (vectors * (room * (1.0 - shares)).clamp_min(0.0).sqrt().unsqueeze(-2)) @ vectors.mT
             self.push = rate * (self.root @ missing)

@@ -94,7 +94,7 @@ def layers() -> Any:
         return None
     kinds = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "d": ctypes.c_double}
     calls = {"forward": "pp", "backward": "ppp", "gradient": "pnpppp"}
-    calls |= {"steps": "pnppndppnpnnpppppp", "leapfrog": "pnppnpdnpppppp"}
+    calls |= {"steps": "pnppppp", "leapfrog": "pnppnpdnpppppp"}
     for name, more in calls.items():
         function = getattr(library, f"isosgd_{name}")
         function.argtypes, function.restype = [kinds[kind] for kind in "pnnppn" + more], None

@@ -315,6 +315,9 @@ struct Targets {
   Targets(const void* y, int64_t skipped, bool classes)
       : numbers(classes ? nullptr : static_cast<const float*>(y) + skipped),
         labels(classes ? static_cast<const int64_t*>(y) + skipped : nullptr) {}
+  Targets from(int64_t skipped) const {
+    return numbers ? Targets(numbers, skipped, false) : Targets(labels, skipped, true);
+  }
 };
 
 // Sum of squared residuals; outputs become these, times a factor.
@@ -413,31 +416,78 @@ float leapfrog(const Net& net, const Density& density, const float* precisions, 
   return loss;
 }
 
-// The update of a step: theta -= p, or v = (1 - friction) v - p and theta += v, with p = rate g + kick; along k
-// directions S it is p = rate f + S^T (back S f + add shared) with f = g + amplitude own. Steps and chains have rates
-// and innovations of their own; `Update` is that of one chain at one step.
-struct Update {
-  const float *rate, *drawn;  // drawn: the kick, or own and shared innovations
-  double friction;            // negative without velocities
-  int64_t k;
+// Several steps on minibatches, as `Updates` in layers.py says: theta -= p, or v = (1 - friction) v - p and theta += v.
+// From what layers.py gives, in these orders. Tensors that are missing are null; those of step s and chain k begin at
+// `s * chains + k` times their size (`rate` only where it `changes`), others at k times.
+struct Updates {
+  int64_t steps, changes, width, k;
+  double friction, memory;  // friction is negative without velocities
+  const float *rate, *drawn;
+  float* velocity;
   const float *basis, *back, *add, *amplitude;
+  const double *pull, *push, *shares, *sight;
+  float *level, *loss, *total;
+  Updates(const int64_t* sizes, const double* factors, void* const* given)
+      : steps(sizes[0]), changes(sizes[1]), width(sizes[2]), k(sizes[3]), friction(factors[0]), memory(factors[1]) {
+    const auto next = [&]<class T>(T*& into) { into = static_cast<T*>(*given++); };
+    for (const float** floats : {&rate, &drawn}) *floats = static_cast<const float*>(*given++);
+    next(velocity);
+    for (const float** floats : {&basis, &back, &add, &amplitude}) *floats = static_cast<const float*>(*given++);
+    for (const double** doubles : {&pull, &push, &shares, &sight}) *doubles = static_cast<const double*>(*given++);
+    next(level), next(loss), next(total);
+  }
 };
 
-void take(const Update& u, int64_t d, const float* g, float* theta, float* velocity, float* scratch) {
-  float* pull = scratch;
-  if (u.k)
-    displace_one(d, u.k, u.basis, u.back, u.add, u.rate, u.amplitude, g, u.drawn, u.drawn + d, pull, pull + d);
-  else
-    for (int64_t i = 0; i < d; i++) pull[i] = u.rate[i] * g[i] + u.drawn[i];
-  if (u.friction < 0) {
-    for (int64_t i = 0; i < d; i++) theta[i] -= pull[i];
-    return;
-  }
-  const float kept = float(1.0 - u.friction);
+// Elements of `out` and of this for a d x d matrix.
+template <class X, class F>
+void each_product(int64_t d, const double* matrix, const X* x, F f) {
   for (int64_t i = 0; i < d; i++) {
-    velocity[i] = kept * velocity[i] - pull[i];
-    theta[i] += velocity[i];
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < d; j++) sum += matrix[i * d + j] * x[j];
+    f(i, sum);
   }
+}
+
+// p of a step at chain k, the `at`-th of all steps and chains, from its gradient. `scratch`: d + 3 k, or 2 d doubles.
+void pull_of(const Updates& u, int64_t d, int64_t k, int64_t at, const float* g, float* pull, float* scratch) {
+  const float *rate = u.rate + (u.changes ? at : k) * d, *drawn = u.drawn + at * u.width;
+  if (u.pull) {
+    double* own = reinterpret_cast<double*>(scratch);
+    for (int64_t i = 0; i < d; i++)
+      own[i] = u.shares ? std::sqrt(std::max(0.0, 1.0 - u.level[k] * u.shares[k * d + i])) * drawn[i] : drawn[i];
+    double* along = own + d;
+    each_product(d, u.pull + k * d * d, g, [&](int64_t i, double sum) { along[i] = sum; });
+    each_product(d, u.push + k * d * d, own, [&](int64_t i, double sum) { pull[i] = float(along[i] + sum); });
+  } else if (u.k) {
+    const int64_t n = u.k;
+    displace_one(d, n, u.basis + k * n * d, u.back + k * n * n, u.add + k * n * n, rate, u.amplitude + k * d, g, drawn,
+                 drawn + d, pull, scratch);
+  } else {
+    for (int64_t i = 0; i < d; i++) pull[i] = rate[i] * g[i] + drawn[i];
+  }
+}
+
+// Gradient of a minibatch from those of its halves, whose difference tells the level of the noise.
+float gradient_and_level(const Net& net, const Density& density, const float* precisions, const float* theta,
+                         const float* x, const Targets& y, const Updates& u, int64_t k, float* g, float* other,
+                         float* scratch) {
+  const int64_t d = net.total, n = net.rows;
+  Net first = net, second = net;
+  first.rows = n / 2, second.rows = n - n / 2;
+  const double share = double(first.rows) / n, scale = std::sqrt(double(first.rows) * second.rows) / n;
+  const float one = gradient(first, density, precisions, theta, x, y, g, scratch);
+  const float two = gradient(second, density, precisions, theta, x + first.rows * net.in,
+                             y.from(density.classes ? first.rows : first.rows * net.outs), other, scratch);
+  for (int64_t i = 0; i < d; i++) {
+    const float difference = g[i] - other[i];
+    g[i] = float(other[i] + share * difference);
+    other[i] = float(scale * difference);
+  }
+  double seen = 0;
+  each_product(d, u.sight + k * d * d, other, [&](int64_t, double sum) { seen += sum * sum; });
+  u.level[k] += float(u.memory) * (float(seen) - u.level[k]);
+  return float(share * one + (1.0 - share) * two);
 }
 
 // f(k, scratch) for each chain, shared among threads.
@@ -502,30 +552,34 @@ void isosgd_gradient(const int64_t* numbers, int64_t chains, int64_t threads, co
   });
 }
 
-// Steps, each on a minibatch of its own: moves `theta`, and `velocity` where it is not null. Minibatches, rates and
-// innovations of step s and chain k begin at `s * chains + k` times their size; rates are the same at all steps unless
-// they `change`. `loss` and `total`: the last loss, and the sum over steps.
+// Steps, each on a minibatch of its own, that begins at `apart` or `beyond` times `s * chains + k`; moves `theta`, and
+// velocities and levels of the noise. Finds the last losses and the sums over steps.
 void isosgd_steps(const int64_t* numbers, int64_t chains, int64_t threads, float* theta, const float* x, int64_t apart,
-                  const void* y, int64_t beyond, const double* about, const float* precisions, int64_t steps,
-                  double friction, float* velocity, const float* rate, int64_t change, const float* drawn, int64_t width,
-                  int64_t directions, const float* basis, const float* back, const float* add, const float* amplitude,
-                  float* loss, float* total) {
+                  const void* y, int64_t beyond, const double* about, const float* precisions, const int64_t* sizes,
+                  const double* factors, void* const* given) {
   using namespace isosgd;
   const Net net(numbers);
   const Density density(about);
-  const int64_t d = net.total, n = directions, own = gradient_scratch(net);
-  each(chains, threads, d + std::max(own, 2 * d + 3 * n), [&](int64_t k, float* scratch) {
-    float *g = scratch, *more = g + d, sum = 0;
-    for (int64_t s = 0; s < steps; s++) {
+  const Updates u(sizes, factors, given);
+  const int64_t d = net.total, own = std::max(gradient_scratch(net), std::max(d + 3 * u.k, 4 * d));
+  each(chains, threads, 2 * d + d % 2 + own, [&](int64_t k, float* scratch) {
+    float *g = scratch, *other = g + d, *more = other + d + d % 2, *place = theta + k * d, sum = 0;
+    for (int64_t s = 0; s < u.steps; s++) {
       const int64_t at = s * chains + k;
-      loss[k] = gradient(net, density, precisions, theta + k * d, x + at * apart, Targets(y, at * beyond, density.classes), g,
-                         more);
-      sum += loss[k];
-      const Update update{rate + (change ? at : k) * d, drawn + at * width, friction, n, basis + k * n * d,
-                          back + k * n * n, add + k * n * n, n ? amplitude + k * d : nullptr};
-      take(update, d, g, theta + k * d, velocity ? velocity + k * d : nullptr, more);
+      const float* rows = x + at * apart;
+      const Targets targets(y, at * beyond, density.classes);
+      const float loss = u.sight ? gradient_and_level(net, density, precisions, place, rows, targets, u, k, g, other, more)
+                                 : gradient(net, density, precisions, place, rows, targets, g, more);
+      sum += u.loss[k] = loss;
+      pull_of(u, d, k, at, g, other, more);
+      if (u.friction < 0) {
+        for (int64_t i = 0; i < d; i++) place[i] -= other[i];
+        continue;
+      }
+      float *velocity = u.velocity + k * d, kept = float(1.0 - u.friction);
+      for (int64_t i = 0; i < d; i++) place[i] += velocity[i] = kept * velocity[i] - other[i];
     }
-    total[k] = sum;
+    u.total[k] = sum;
   });
 }
 

@@ -143,19 +143,25 @@ class Density(NamedTuple):
 class Updates:
     """Steps ``theta -= p``, or ``v = (1 - friction) v - p`` and ``theta += v``, with ``p = rate g + kick``.
 
-    Along directions S it is ``p = rate f + S^T (back S f + add shared)`` with ``f = g + amplitude own``.
+    Along directions S it is ``p = rate f + S^T (back S f + add shared)`` with ``f = g + amplitude own``. With matrices
+    it is ``p = pull g + push xi``; if these track the level of the noise, ``xi`` is as in
+    `isosgd.geometry.full.Full.displace`.
 
     Attributes:
-        rate: ``[steps or 1, chains, d]``.
-        drawn: kicks ``[steps, chains, d]``, or innovations, own and shared ones, ``[steps, chains, d + k]``.
+        drawn: kicks or innovations ``[steps, chains, d]``, or own and shared innovations ``[steps, chains, d + k]``.
+        rate: ``[steps or 1, chains, d]``; None with matrices.
         friction: None without velocities.
         along: S ``[chains, k, d]``, ``back``, ``add`` and ``amplitude``; empty without directions.
+        matrices: ``pull`` and ``push``, ``[chains, d, d]`` in float64; with a level ``shares`` and ``sight``, too.
+        memory: weight of a step in the level.
     """
 
-    rate: Tensor
     drawn: Tensor
+    rate: Tensor | None = None
     friction: float | None = None
     along: tuple[Tensor, ...] = ()
+    matrices: tuple[Tensor, ...] = ()
+    memory: float = 0.0
 
 
 class Layers:
@@ -239,34 +245,37 @@ class Layers:
             raise IndexError(f"labels are not from 0 to {self.outs - 1}")
 
     def steps(
-        self, density: Density, theta: Tensor, velocity: Tensor | None, batch: tuple[Tensor, Tensor], updates: Updates
+        self, density: Density, theta: Tensor, rest: Tensor, batch: tuple[Tensor, Tensor], updates: Updates
     ) -> tuple[Tensor, Tensor]:
         """Take a step for each minibatch, and return the last losses and the sums over all steps.
 
         Args:
             density: what is sampled.
             theta: parameters, which are moved.
-            velocity: of the parameters, where they have one; it is changed.
+            rest: velocities ``[chains, d]``, levels of the noise ``[chains, 1]``, or empty; it is changed.
             batch: ``[steps, chains, n, inputs]`` and ``[steps, chains, n, outputs]``, or labels ``[steps, chains, n]``.
             updates: of the steps.
         """
-        (x, y), (steps, chains) = batch, batch[0].shape[:2]
-        rate, drawn = updates.rate.contiguous(), updates.drawn.contiguous()
-        lam = [t.contiguous() for t in updates.along]
-        every = [theta, rate, drawn, *lam, *([] if velocity is None else [velocity])]
-        assert all(t.is_contiguous() and t.dtype == torch.float32 for t in every)
-        assert x.is_contiguous() and y.is_contiguous()
-        assert rate.shape[1:] == theta.shape == (chains, self.total) and len(rate) in (1, steps)
-        k = lam[0].shape[1] if lam else 0
-        assert drawn.shape == (steps, chains, self.total + k)
+        (x, y), (steps, chains), d, drawn = batch, batch[0].shape[:2], self.total, updates.drawn.contiguous()
+        rate = drawn[:0] if updates.rate is None else updates.rate.contiguous()
+        along, matrices = ([t.contiguous() for t in given] for given in (updates.along, updates.matrices))
+        k = along[0].shape[1] if along else 0
+        assert all(t.is_contiguous() for t in (theta, rest, x, y))
+        assert all(t.dtype == torch.float32 for t in (theta, rest, rate, drawn, *along))
+        assert all(t.dtype == torch.float64 for t in matrices)
+        assert theta.shape == (chains, d) and drawn.shape == (steps, chains, d + k)
+        assert matrices or (rate.shape[1:] == theta.shape and len(rate) in (1, steps))
+        assert rest.shape == (chains, 0 if updates.friction is None else d) or len(matrices) == 4
         loss, total = theta.new_empty(2, chains).unbind()
-        about = (ctypes.c_double * 5)(*density[:5])
+        velocity, level = (None, rest) if len(matrices) == 4 else (rest, None)
+        given = [rate, drawn, velocity, *along, *[None] * (4 - len(along)), *matrices, *[None] * (4 - len(matrices))]
+        places = [None if t is None else t.data_ptr() for t in (*given, level, loss, total)]
+        friction = -1.0 if updates.friction is None else updates.friction
         build.layers().isosgd_steps(
-            *self._given(theta, x[0])[:-1], x[0, 0].numel(), y.data_ptr(), y[0, 0].numel(), about,
-            density.precisions.data_ptr(), steps,
-            -1.0 if updates.friction is None else updates.friction, None if velocity is None else velocity.data_ptr(),
-            rate.data_ptr(), len(rate) > 1, drawn.data_ptr(), drawn.shape[2], k,
-            *(t.data_ptr() for t in lam), *[None] * (4 - len(lam)), loss.data_ptr(), total.data_ptr(),
+            *self._given(theta, x[0])[:-1], x[0, 0].numel(), y.data_ptr(), y[0, 0].numel(),
+            (ctypes.c_double * 5)(*density[:5]), density.precisions.data_ptr(),
+            (ctypes.c_int64 * 4)(steps, len(rate) > 1, drawn.shape[2], k),
+            (ctypes.c_double * 2)(friction, updates.memory), (ctypes.c_void_p * len(places))(*places),
         )  # fmt: skip
         self._check_labels(density, total, y)
         return loss, total

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isosgd.geometry.base import Geometry
 from isosgd.geometry.diagonal import Diagonal
-from isosgd.geometry.full import Full
+from isosgd.geometry.full import LEVEL_WEIGHT, Full
 from isosgd.geometry.lowrank import LowRank
 from isosgd.native.layers import Updates
 from isosgd.noise.model import split_like
@@ -293,7 +293,7 @@ class KickProgram(StepProgram):
         rate, *metric = tensors
         if metric:
             rate, drawn = rate * metric[0], metric[1] * drawn
-        return Updates(rate.unsqueeze(0), drawn, self.friction)
+        return Updates(drawn, rate.unsqueeze(0), self.friction)
 
     def move(self, state: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
         rate, *metric = tensors
@@ -365,7 +365,7 @@ class ScheduledProgram(StepProgram):
     def updates(self, drawn: Tensor, tensors: Tensors) -> Updates | None:
         rates = torch.split(drawn[..., self.dim :], 1, -1)
         rate = torch.cat([x.expand(-1, -1, count) for x, count in zip(rates, self.counts, strict=True)], -1)
-        return Updates(rate, drawn[..., : self.dim], self.kicks.friction)
+        return Updates(drawn[..., : self.dim], rate, self.kicks.friction)
 
     def injection(self) -> Tensors:
         raise RuntimeError("rates change from step to step: there is no injection for several steps")
@@ -437,16 +437,18 @@ class GeometryProgram(StepProgram):
 
     @property
     def in_library(self) -> bool:
-        return isinstance(self.geometry, Diagonal | LowRank)
+        return isinstance(self.geometry, Diagonal | LowRank | Full)
 
     def updates(self, drawn: Tensor, tensors: Tensors) -> Updates | None:
         xi = 0.5 * (drawn[:-1] + drawn[1:]) if self.lead else drawn
         if isinstance(self.geometry, Diagonal):
             rate, kick = tensors
-            return Updates(rate.unsqueeze(0), xi * kick)
+            return Updates(xi * kick, rate.unsqueeze(0))
         if isinstance(self.geometry, LowRank) and len(tensors) == 5:  # without `undo` and `reach`
             basis, back, add, rate, amplitude = tensors
-            return Updates(rate.unsqueeze(0), xi, along=(basis, back, add, amplitude))
+            return Updates(xi, rate.unsqueeze(0), along=(basis, back, add, amplitude))
+        if isinstance(self.geometry, Full):
+            return Updates(xi, matrices=tensors, memory=LEVEL_WEIGHT)
         return None
 
     def move(self, state: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
