@@ -7,7 +7,7 @@ The posterior is that of an MLP 13-50-1 with Gaussian noise of known scale and a
 of 455 rows, all in float32. A step is everything: a minibatch drawn for each chain, its gradient, as many random
 numbers as there are parameters, and the update.
 
-- ours: several steps a compiled call, as `isosgd.sample` takes them between draws. SGLD with normal numbers, as the
+- ours: several steps a call, as `isosgd.sample` takes them between draws. SGLD with normal numbers, as the
   peers have, and by default (counted bits, see `isosgd.samplers.innovations`). I-SGD after a warm-up, its noise
   estimation included.
 - blackjax: its SGLD kernel, mapped over chains by `vmap`, steps in a `scan`, one `jit`. Its gradient is the estimator
@@ -68,7 +68,7 @@ def ours(chains: int, steps: int, method: str, warmup: int, options: dict[str, A
 
     from experiments.models import mlp
     from isosgd import Target, likelihoods, priors
-    from isosgd.engine.multistep import MultiStep, unsupported_reason
+    from isosgd.engine.multistep import MultiStep, is_fastest, unsupported_reason
     from isosgd.engine.schedule import Schedule
     from isosgd.progress import Progress
     from isosgd.sampling.plan import DrawPlan
@@ -84,7 +84,7 @@ def ours(chains: int, steps: int, method: str, warmup: int, options: dict[str, A
         warmup_of(run, warmup, Progress(1, show=False)).run(measure_spacing=False)
     if said := unsupported_reason(run):
         raise SystemExit(f"{method} takes single steps: {said}")
-    stride = MultiStep(run, DrawPlan(1, 1, 1, None, chains).noise_interval(run))
+    stride = MultiStep(run, DrawPlan(1, 1, 1, None, chains).noise_interval(run), compiled=not is_fastest(run))
     if stride.failed:
         raise SystemExit(f"the steps of {method} cannot be compiled: {stride.failed}")
     done = 0

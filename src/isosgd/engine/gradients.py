@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from isosgd.data.sources import Batch, batch_length, halves, rows_of
 from isosgd.engine.compiled import Compiled, Tensors, repeat
 from isosgd.engine.ranks import Ranks
 from isosgd.errors import first_line
-from isosgd.native import build, perceptron
+from isosgd.native import build
 from isosgd.native.layers import Density, Layers, TorchLayers, network_of_tables
 from isosgd.noise.estimators import join_halves
 from isosgd.target import Params, Target
@@ -179,7 +179,6 @@ class Many:
         prior_weight: float = 1.0,
     ) -> None:
         self.target, self.num_data, self.layout, self.prior_weight = target, num_data, layout, prior_weight
-        self.network = target.perceptron()
         self.batched = target.batched  # parameters of all chains in one pass
         network = network_of_tables(layout.shapes) if target.layered else target.network()
         self.layers = None if network is None else Layers(network, layout.shapes)
@@ -258,9 +257,6 @@ class Many:
                 return self._batched(theta, batch)
             both = self._batched(theta.repeat_interleave(2, 0), tree_map(lambda t: t.flatten(0, 1), batch))
             return both[0].view(len(theta), 2, -1), both[1].view(-1, 2)
-        twice = theta.unsqueeze(1).expand(-1, 2, -1) if halves else theta
-        if self.network is not None and perceptron.fits(twice, batch, self.layout.shapes[self.network.first_weight][0]):
-            return self._fused(self.network, twice, batch)
         each = grad_and_value(self._loss)
         found: tuple[Tensor, Tensor] = vmap(vmap(each, (None, 0)) if halves else each)(theta, batch)
         return found
@@ -296,24 +292,6 @@ class Many:
         for name, found in rest.items():
             gradient[:, slots[name]] = found.reshape(len(theta), -1)
         return gradient / -y.shape[1], -each.mean(-1)
-
-    def _fused(self, names: perceptron.Names, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The same for a network of one hidden layer, by native operations for forward and backward pass."""
-        x, params, lead = batch[0], self.layout.views(theta), theta.dim() - 1
-        output, hidden = perceptron.forward(x, *(params[name] for name in names))
-        slopes: Callable[..., Any] = grad_and_value(self._loss_given, argnums=(0, 1))
-        for _ in range(lead):
-            slopes = vmap(slopes)
-        (slope, rest), loss = slopes(output, theta, batch)
-        found = dict(zip(names, perceptron.backward(x, params[names.second_weight], hidden, slope), strict=True))
-        # The rest are derivatives of the likelihood in its own parameters, mostly scales.
-        parts = zip(self.layout.shapes, torch.split(rest, self.layout.sizes, dim=-1), strict=True)
-        return torch.cat(
-            [part + found[name].flatten(lead) if name in found else part for name, part in parts], dim=-1
-        ), loss
-
-    def _loss_given(self, output: Tensor, theta: Tensor, batch: Batch) -> Tensor:
-        return -self.target.log_likelihood_given(output, self.layout.views(theta), batch).mean()
 
     def _loss(self, theta: Tensor, batch: Batch) -> Tensor:
         return -self.target.log_likelihood(self.layout.views(theta), batch).mean()

@@ -26,7 +26,7 @@ from isosgd.target.batches import tensors_of
 
 MOST = 64  # steps in a call
 BYTES = {"cpu": 1 << 27, "cuda": 1 << 29}  # bound of the minibatches and innovations that are drawn at once
-WIDE = 20_000  # parameters of a chain from which compiled steps are faster than those of the library
+WIDE = 100_000  # parameters of a chain up to which compiled steps were not faster than those of the library
 LARGE = 1 << 20  # parameters of a chain from which a call costs little beside a step
 
 
@@ -64,10 +64,11 @@ def without_compiler(run: Chains) -> bool:
     return gradient.density(run.flat(run.leaves), batches.at(first)) is not None
 
 
-def is_fast_without_compiler(run: Chains) -> bool:
-    """Whether steps are as fast as compiled ones, if the library has the gradients: it must have the updates, too."""
+def is_fastest(run: Chains) -> bool:
+    """Whether steps of the library are as fast as compiled ones: it must have the updates, too."""
     program = run.sampler.program()
-    return not isinstance(program, str) and program.in_library and sum(run.layout.sizes) <= WIDE
+    small = not isinstance(program, str) and program.in_library and sum(run.layout.sizes) <= WIDE
+    return small and without_compiler(run)
 
 
 class ByLibrary:
@@ -192,8 +193,7 @@ class MultiStep:
     def _tensors(self) -> Tensors:
         """The sampler's tensors that a step needs, such as Lambda."""
         tensors = self.program.tensors()
-        rows = self.compiled and self.program.reads_rows(tensors)
-        return tensors if rows else tuple(self._by_columns(t) for t in tensors)
+        return tuple(self._by_columns(t) for t in tensors) if self.compiled else tensors
 
     def _by_columns(self, t: Tensor) -> Tensor:
         """A wide matrix of each chain in column-major order: compiled code reads it contiguously in both products."""

@@ -215,10 +215,6 @@ class Geometry(ABC):
         """S, ``back`` and ``rate`` where `direction` is ``rate g + S^T back S g`` with few rows of S; else None."""
         return None
 
-    def reads_rows(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether a compiled step is a single operation on these tensors."""
-        return False
-
     # -- rates ----------------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -39,7 +39,6 @@ from isosgd.geometry.linalg import (
     times,
 )
 from isosgd.geometry.rule import Rule, damped
-from isosgd.native import lowrank
 from isosgd.noise.model import dot
 
 RANK = 20  # directions, by default
@@ -307,14 +306,9 @@ class LowRank(Geometry):
     def along_directions(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.basis, self.back, self.rate
 
-    def reads_rows(self, tensors: Sequence[Tensor]) -> bool:
-        return len(tensors) == 5 and lowrank.ready(*tensors)  # without `undo` and `reach`
-
     def displace(self, tensors: Sequence[Tensor], gradient: Tensor, xi: Tensor) -> Tensor:
         basis, back, add, rate, amplitude, *exact = tensors
         own, shared = xi[:, : self.total], xi[:, self.total :]
-        if torch.compiler.is_compiling() and gradient.dtype == xi.dtype == basis.dtype and self.reads_rows(tensors):
-            return lowrank.displace(basis, back, add, rate, amplitude, gradient, own, shared)
         force = torch.addcmul(gradient, amplitude, own)
         along = times(back, project(basis, force)) + times(add, shared)
         if exact:

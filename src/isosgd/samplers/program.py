@@ -220,10 +220,6 @@ class StepProgram(ABC):
             tensors: those of `tensors`.
         """
 
-    def reads_rows(self, tensors: Tensors) -> bool:
-        """Whether a compiled step is a single operation on these tensors."""
-        return False
-
     def elementwise(self) -> Elementwise | None:
         """The step in elementwise form, for one pass over memory; None if it has none."""
         return None
@@ -399,9 +395,6 @@ class GeometryProgram(StepProgram):
     def tensors(self) -> Tensors:
         tensors = self.geometry.tensors()
         return tensors if self.level is None else tensors[:-1]  # the level is part of the state
-
-    def reads_rows(self, tensors: Tensors) -> bool:
-        return self.geometry.reads_rows(tensors)
 
     def elementwise(self) -> Elementwise | None:
         if self.chains > 1:

@@ -369,10 +369,9 @@ def _many_steps(chains: Chains, plan: DrawPlan, gap: float, bar: Progress) -> Mu
         except RuntimeError as error:
             chains.graph_unsupported = str(error)
             return None
-    quick, compiled = multistep.without_compiler(chains), _pays(chains, plan, plan.draws * gap)
-    if not (quick or compiled) or multistep.unsupported_reason(chains):
+    compiled = _pays(chains, plan, plan.draws * gap) and not multistep.is_fastest(chains)
+    if not (compiled or multistep.without_compiler(chains)) or multistep.unsupported_reason(chains):
         return None
-    compiled &= not (quick and multistep.is_fast_without_compiler(chains))
     multi_step = MultiStep(chains, plan.noise_interval(chains), compiled, bar.note)
     return None if multi_step.failed else multi_step
 

@@ -20,7 +20,7 @@ from torch.nn.modules.loss import _Loss
 from torch.nn.parameter import UninitializedParameter
 
 from isosgd.errors import first_line, nearest, warn_caller
-from isosgd.native import layers, perceptron
+from isosgd.native import layers
 from isosgd.target.batches import batch_length, inputs_of, labels_of, tensors_of, tree_map
 from isosgd.target.likelihoods import NAMES, Bernoulli, Categorical, Likelihood, Tokens
 from isosgd.target.params import HALF, Params, match
@@ -269,10 +269,8 @@ class ModuleLikelihood:
         self._placed = kind
 
     def __call__(self, params: Params, batch: Any) -> Tensor:
-        return self.given(self.output(params, inputs_of(batch, self.labels)), params, batch)
-
-    def given(self, output: Any, params: Params, batch: Any) -> Tensor:
-        """Log likelihood of each example from the module's output."""
+        """Log likelihood of each example."""
+        output = self.output(params, inputs_of(batch, self.labels))
         if isinstance(self.likelihood, Likelihood):
             return self.likelihood.log_prob(self.logits(output, params), self.labels_in(batch), params)
         return self.likelihood(output, self.labels_in(batch))
@@ -349,11 +347,6 @@ class ModuleLikelihood:
             return None
         network = layers.network_of(self._module)
         return network if network is not None and list(self.values) == network.names else None
-
-    def perceptron(self) -> perceptron.Names | None:
-        """Names of the parameters if the module is a network of one hidden layer and all are sampled; else None."""
-        names = perceptron.names_in(self._module)
-        return names if names is not None and list(self.values) == list(names) else None
 
     def predict(self, params: Params, x: Any) -> Any:
         """Mean and noise variance of y; the module's output if the likelihood is a callable."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from isosgd.names import layer_of
-from isosgd.native import perceptron
 from isosgd.native.layers import Network
 from isosgd.target.batches import batch_length, count_examples, inputs_of, labels_of
 from isosgd.target.likelihoods import Likelihood
@@ -399,10 +398,6 @@ class Target:
             self.check(free, batch)
         return self._log_likelihood(self.constrain(free), batch)
 
-    def perceptron(self) -> perceptron.Names | None:
-        """Names of the parameters if the target is a network of one hidden layer; else None."""
-        return None if self.module is None else self.module.perceptron()
-
     @property
     def checked(self) -> bool:
         """Whether a batch was checked, see `check`."""
@@ -411,11 +406,6 @@ class Target:
     def network(self) -> Network | None:
         """What the target's module is if it is a network of dense layers whose gradients are known; else None."""
         return None if self.module is None else self.module.network()
-
-    def log_likelihood_given(self, output: Tensor, free: Params, batch: Any) -> Tensor:
-        """Log likelihood of each example, from a module's output at free parameters."""
-        assert self.module is not None
-        return self.module.given(output, self.constrain(free), batch)
 
     @property
     def batched(self) -> bool:
