@@ -20,8 +20,13 @@ struct Unit {
   Vec value, slope;
 };
 
+// Some slopes follow from the value, and need not be kept.
+template <class A>
+concept Slopes = requires(Vec value) { A::slope(value); };
+
 struct Relu {
-  static Unit of(Vec z) { return {relu(z), z <= Vec{} ? Vec{} : 1.0f + Vec{}}; }
+  static Vec of(Vec z) { return relu(z); }
+  static Vec slope(Vec value) { return value <= Vec{} ? Vec{} : 1.0f + Vec{}; }
 };
 
 struct Silu {
@@ -32,17 +37,13 @@ struct Silu {
 };
 
 struct Tanh {
-  static Unit of(Vec z) {
-    const Vec unit = z == z ? tangent(z) : z;
-    return {unit, 1.0f - unit * unit};
-  }
+  static Vec of(Vec z) { return z == z ? tangent(z) : z; }
+  static Vec slope(Vec value) { return 1.0f - value * value; }
 };
 
 struct Sigmoid {
-  static Unit of(Vec z) {
-    const Vec unit = z == z ? sigmoid(z) : z;
-    return {unit, unit * (1.0f - unit)};
-  }
+  static Vec of(Vec z) { return z == z ? sigmoid(z) : z; }
+  static Vec slope(Vec value) { return value * (1.0f - value); }
 };
 
 struct Gelu {
@@ -117,7 +118,7 @@ void each_block(const Net& net, F f) {
   for (int64_t begin = 0; begin < net.rows; begin += BLOCK) f(begin, std::min(BLOCK, net.rows - begin));
 }
 
-// What layer l gives for some rows, and behind it the derivatives.
+// What layer l gives for some rows, and behind it the derivatives, unless they are `Slopes`.
 template <class T>
 T* kept_of(const Net& net, T* kept, int64_t rows, int64_t l) {
   for (int64_t i = 0; i < l; i++) kept += 2 * rows * net.layers[i].units;
@@ -230,14 +231,30 @@ void forward(const Net& net, const float* theta, const float* turned, int64_t ro
     with_activation(layer.activation, [&]<class A>(A) {
       const float* bias = layer.bias >= 0 ? theta + layer.bias : nullptr;
       products(s, input, weights, bias, [&](int64_t at, Vec z) {
-        const Unit unit = A::of(z);
-        store(h + at, unit.value), store(slope + at, unit.slope);
+        if constexpr (Slopes<A>) {
+          store(h + at, A::of(z));
+        } else {
+          const Unit unit = A::of(z);
+          store(h + at, unit.value), store(slope + at, unit.slope);
+        }
       });
     });
     weights += layer.units * layer.in;
     input = h;
   }
   outputs(net, theta, weights, rows, x, input, out, scratch);
+}
+
+// Slopes of a layer's sums, from those of what the next one gives and its weights; `h` is what the layer gives.
+void through(const Layer& layer, const Shape& s, const float* slopes, const float* weights, const float* h, float factor,
+             float* into) {
+  const float* kept = h + s.rows * s.hidden;
+  with_activation(layer.activation, [&]<class A>(A) {
+    products(s, slopes, weights, nullptr, [&](int64_t at, Vec z) {
+      if constexpr (Slopes<A>) store(into + at, factor * z * A::slope(load(h + at)));
+      else store(into + at, factor * z * load(kept + at));
+    });
+  });
 }
 
 // Adds to the gradient of a chain what some rows give, from the slopes of their outputs: to `sums` for weights of the
@@ -257,10 +274,10 @@ void backward(const Net& net, const float* theta, int64_t rows, const float* x, 
   }
   for (int64_t r = 0; net.offset >= 0 && r < rows; r++)
     for (int64_t o = 0; o < O; o++) found[net.offset + o] += g[r * O + o];
-  const float *h = kept_of(net, kept, rows, net.count - 1), *bend = h + rows * H;
+  const float* h = kept_of(net, kept, rows, net.count - 1);
   const Shape out{rows, O, H, 0};
   add_weights(out, g, h, found + net.out);
-  products(out, g, theta + net.out, nullptr, [&](int64_t at, Vec z) { store(d + at, gate * z * load(bend + at)); });
+  through(net.last(), out, g, theta + net.out, h, gate, d);
   float* sum = sums + net.weights();
   for (int64_t l = net.count - 1; l >= 0; l--) {
     const Layer& layer = net.layers[l];
@@ -270,9 +287,7 @@ void backward(const Net& net, const float* theta, int64_t rows, const float* x, 
     if (layer.bias >= 0) add_rows(s, d, found + layer.bias);
     add_weights(s, input, d, sum);
     if (!l) break;
-    const float* slopes = input + rows * layer.in;
-    products(Shape{rows, layer.units, layer.in, 0}, d, theta + layer.weight, nullptr,
-             [&](int64_t at, Vec z) { store(next + at, z * load(slopes + at)); });
+    through(net.layers[l - 1], Shape{rows, layer.units, layer.in, 0}, d, theta + layer.weight, input, 1.0f, next);
     std::swap(d, next);
   }
 }
