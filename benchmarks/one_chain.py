@@ -3,8 +3,8 @@
     python -m benchmarks.one_chain [--rounds 7]
 
 The network is an MLP 20-64-64-5, minibatches have 128 examples. SGD runs with and without oneDNN, whichever is faster;
-a gradient of `sample` is the difference of two runs that differ in their number of draws alone, once compiled. All run
-in one process on one thread, in turns; figures are medians.
+a gradient of `sample` is the difference of two runs that differ in their number of draws alone, once all is built. All
+run in one process on one thread, in turns; figures are medians.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
     torch.manual_seed(1)
     data = torch.randn(2_000, 20), torch.randint(5, (2_000,))
     target = Target.from_module(network(), "categorical")
-    _, engine = ours(target, data, 1)  # compiles
+    _, engine = ours(target, data, 1)  # builds or compiles
     times: dict[str, list[float]] = {"with oneDNN": [], "without": [], "sample": []}
     for _ in range(args.rounds):
         times["with oneDNN"].append(sgd(data, 1_000, True))

@@ -1,6 +1,7 @@
 """Networks of dense layers in the library: gradients and leapfrog steps are those of torch."""
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -409,6 +410,57 @@ def test_draws_of_a_plain_network_take_many_steps_a_call_without_the_compiler(me
     run(3, store=tmp_path)
     again = run(6, store=tmp_path, resume=True)
     assert all(torch.equal(whole.draws[name], again.draws[name]) for name in whole.draws)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_directions_of_another_dtype_are_left_to_torch(dtype: torch.dtype) -> None:
+    x = drawn(1, 600, 7)
+    found = sample(
+        target(dense(7, (64,), 3), "categorical"), (x, torch.arange(600) % 3), structure=LowRank(dtype=dtype), chains=2,
+        draws=2, keep_every=5, warmup=400, progress=False,
+    )  # fmt: skip
+    assert all(bool(x.isfinite().all()) for x in found.draws.values())
+    assert "library" not in found.info["engine"]
+
+
+def jittered(batch: Any, generator: torch.Generator) -> Any:
+    x, y = batch
+    return x + 0.1 * torch.randn(x.shape, generator=generator), y
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
+@pytest.mark.parametrize("chains", [1, 2])
+def test_a_random_transform_goes_on_where_it_was(chains: int, tmp_path: Path) -> None:
+    """What is tried before the steps takes none of its random numbers."""
+    net, x = dense(7, (64,), 3), drawn(1, 600, 7)
+
+    def run(draws: int, **more: Any) -> Posterior:
+        return sample(
+            target(net, "categorical"), (x, torch.arange(600) % 3), method="sgld", lr=1e-3, warmup=0, draws=draws,
+            keep_every=5, chains=chains, transform=jittered, progress=False, **more,
+        )  # fmt: skip
+
+    whole = run(4)
+    run(2, store=tmp_path)
+    again = run(4, store=tmp_path, resume=True)
+    assert whole.info["engine"].endswith("C++ library, several steps a call")
+    assert all(torch.equal(whole.draws[name], again.draws[name]) for name in whole.draws)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
+def test_the_time_is_looked_at_between_draws_far_apart() -> None:
+    """Such a gap would take minutes."""
+    x, began = drawn(1, 600, 7), time.monotonic()
+    found = sample(
+        target(dense(7, (256, 256), 3), "categorical"), (x, torch.arange(600) % 3), method="sgld", lr=1e-3, warmup=0,
+        draws=5, keep_every=300_000, max_seconds=2, progress=False,
+    )  # fmt: skip
+    assert time.monotonic() - began < 20.0  # on a machine however busy
+    assert found.num_draws == 1 and "max_seconds" in found.info["stopped"]
 
 
 @pytest.mark.usefixtures("built")

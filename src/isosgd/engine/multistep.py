@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isosgd.data.sources import TensorBatches
+from isosgd.data.sources import Batch, TensorBatches
 from isosgd.engine.chains import Chains
 from isosgd.engine.compiled import UNCHECKED, Compiled, Found, GraphLoop, Looped, Tensors, bytes_of
 from isosgd.engine.gradients import Many, batchable
@@ -47,9 +47,14 @@ def unsupported_reason(run: Chains) -> str:
     if len({x.dtype for x in run.leaves}) > 1:
         return "parameters have several dtypes"
     if run.many is None:
-        first = torch.arange(batches.batch_size, device=batches.device)
-        return batchable(run.target, run.params, batches.at(first), run.num_data)
+        return batchable(run.target, run.params, _some(batches), run.num_data)
     return ""
+
+
+def _some(batches: TensorBatches, *lead: int) -> Batch:
+    """A minibatch to try, or several; the generator of its transform is left as it is."""
+    generator = torch.Generator(device=batches.device).manual_seed(0)
+    return batches.at(torch.arange(batches.batch_size, device=batches.device).expand(*lead, -1), generator)
 
 
 def without_compiler(run: Chains) -> bool:
@@ -59,9 +64,8 @@ def without_compiler(run: Chains) -> bool:
         return False
     if run.target.network() is None:
         return False
-    first = torch.arange(batches.batch_size, device=batches.device).expand(run.count, -1)
     gradient = Many(run.target, run.num_data, run.layout, prior_weight=run.prior_weight)
-    return gradient.density(run.flat(run.leaves), batches.at(first)) is not None
+    return gradient.density(run.flat(run.leaves), _some(batches, run.count)) is not None
 
 
 def is_fastest(run: Chains) -> bool:
@@ -145,13 +149,13 @@ class MultiStep:
         theta, tensors = self.program.begin(), self._tensors()
         batches, program = self.run.batches, self.program
         assert isinstance(batches, TensorBatches)
-        index = torch.zeros(self.most, self.run.count, batches.batch_size, dtype=torch.int64, device=batches.device)
+        batch = _some(batches, self.most, self.run.count)
         xi = theta.new_zeros(self.most + program.lead, self.run.count, program.width, dtype=program.dtype)
         loop, split = self._functions(tensors)
         with torch.no_grad():
-            loop(self.most, theta, batches.at(index), xi, tensors)
+            loop(self.most, theta, batch, xi, tensors)
             if program.follows_noise:
-                split(theta, self._at(batches.at(index), 0), program.innovation(xi, 0), tensors)
+                split(theta, self._at(batch, 0), program.innovation(xi, 0), tensors)
         return loop.unsupported_reason or split.unsupported_reason
 
     # -- the step, of tensors alone -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ constexpr int MOST = 5;  // vectors of hidden units, or inputs, of a tile ...
 constexpr int ROWS = 4;  // ... and rows
 
 struct Shape {
-  int64_t rows, in, hidden, out;
+  int64_t rows, in, hidden;
   int64_t vectors() const { return (hidden + LANES - 1) / LANES; }
   int64_t place(int64_t vector) const { return std::min(vector * LANES, hidden - LANES); }
 };
@@ -98,7 +98,7 @@ inline void products(const Shape& s, const float* x, const float* weights, const
   for (; row < s.rows; row++) some.template operator()<1>(row);
 }
 
-// K inputs, C vectors of hidden units, over some rows: added to the gradient of the first weights, [in][hidden].
+// K inputs, C vectors of hidden units, over some rows: added to the gradient of a layer's weights, [in][hidden].
 template <int K, int C>
 __attribute__((noinline)) void weight_tile(const Shape& s, const float* x, const float* d, const int64_t* at,
                                            float* found) {

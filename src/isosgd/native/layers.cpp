@@ -172,7 +172,7 @@ void turn(const Net& net, const float* theta, float* turned) {
     if (net.offset >= 0) std::copy_n(theta + net.offset, net.curved, turned + H * P);
     return;
   }
-  const Shape s{0, 0, H, 0};
+  const Shape s{0, 0, H};
   const int64_t vectors = s.vectors(), overlap = vectors * LANES - H;
   for (int64_t o = 0; o < net.curved; o++)
     for (int64_t v = 0; v < vectors; v++)
@@ -200,7 +200,7 @@ void outputs(const Net& net, const float* theta, const float* weights, int64_t r
   const int64_t H = net.last().units;
   const float gate = net.gate >= 0 ? theta[net.gate] : 1.0f;
   if (net.few()) {
-    const Shape s{rows, 0, H, 0};
+    const Shape s{rows, 0, H};
     for (int64_t o = 0; o < net.curved; o++) {
       const float *row = weights + o * s.vectors() * LANES, c = net.offset >= 0 ? theta[net.offset + o] : 0.0f;
       int64_t r = 0;
@@ -210,7 +210,7 @@ void outputs(const Net& net, const float* theta, const float* weights, int64_t r
     }
   } else {
     const int64_t P = net.padded();
-    products(Shape{rows, H, P, 0}, units, weights, weights + H * P, [&](int64_t at, Vec z) { store(scratch + at, z); });
+    products(Shape{rows, H, P}, units, weights, weights + H * P, [&](int64_t at, Vec z) { store(scratch + at, z); });
     for (int64_t r = 0; r < rows; r++)
       for (int64_t o = 0; o < net.curved; o++) out[r * net.outs + o] = gate * scratch[r * P + o];
   }
@@ -226,7 +226,7 @@ void forward(const Net& net, const float* theta, const float* turned, int64_t ro
   const float *input = x, *weights = turned;
   for (int64_t l = 0; l < net.count; l++) {
     const Layer& layer = net.layers[l];
-    const Shape s{rows, layer.in, layer.units, 0};
+    const Shape s{rows, layer.in, layer.units};
     float *h = kept_of(net, kept, rows, l), *slope = h + rows * layer.units;
     with_activation(layer.activation, [&]<class A>(A) {
       const float* bias = layer.bias >= 0 ? theta + layer.bias : nullptr;
@@ -275,19 +275,19 @@ void backward(const Net& net, const float* theta, int64_t rows, const float* x, 
   for (int64_t r = 0; net.offset >= 0 && r < rows; r++)
     for (int64_t o = 0; o < O; o++) found[net.offset + o] += g[r * O + o];
   const float* h = kept_of(net, kept, rows, net.count - 1);
-  const Shape out{rows, O, H, 0};
+  const Shape out{rows, O, H};
   add_weights(out, g, h, found + net.out);
   through(net.last(), out, g, theta + net.out, h, gate, d);
   float* sum = sums + net.weights();
   for (int64_t l = net.count - 1; l >= 0; l--) {
     const Layer& layer = net.layers[l];
-    const Shape s{rows, layer.in, layer.units, 0};
+    const Shape s{rows, layer.in, layer.units};
     const float* input = l ? kept_of(net, kept, rows, l - 1) : x;
     sum -= layer.in * layer.units;
     if (layer.bias >= 0) add_rows(s, d, found + layer.bias);
     add_weights(s, input, d, sum);
     if (!l) break;
-    through(net.layers[l - 1], Shape{rows, layer.units, layer.in, 0}, d, theta + layer.weight, input, 1.0f, next);
+    through(net.layers[l - 1], Shape{rows, layer.units, layer.in}, d, theta + layer.weight, input, 1.0f, next);
     std::swap(d, next);
   }
 }
@@ -577,8 +577,8 @@ void isosgd_steps(const int64_t* numbers, int64_t chains, int64_t threads, float
   const Density density(about);
   const Updates u(sizes, factors, given);
   const int64_t d = net.total, own = std::max(gradient_scratch(net), std::max(d + 3 * u.k, 4 * d));
-  each(chains, threads, 2 * d + d % 2 + own, [&](int64_t k, float* scratch) {
-    float *g = scratch, *other = g + d, *more = other + d + d % 2, *place = theta + k * d, sum = 0;
+  each(chains, threads, 2 * d + own, [&](int64_t k, float* scratch) {
+    float *g = scratch, *other = g + d, *more = other + d, *place = theta + k * d, sum = 0;
     for (int64_t s = 0; s < u.steps; s++) {
       const int64_t at = s * chains + k;
       const float* rows = x + at * apart;

@@ -1,4 +1,4 @@
-// A step of a Lambda with a diagonal part and k directions, for one chain (see lowrank.py).
+// A step of a Lambda with a diagonal part and k directions, for one chain (see geometry/lowrank.py).
 
 #pragma once
 

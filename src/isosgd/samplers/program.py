@@ -430,19 +430,22 @@ class GeometryProgram(StepProgram):
 
     @property
     def in_library(self) -> bool:
-        return isinstance(self.geometry, Diagonal | LowRank | Full)
+        if isinstance(self.geometry, LowRank):
+            basis, *others = self.geometry.tensors()
+            return len(others) == 4 and basis.dtype == self.dtype  # without `undo` and `reach`
+        return isinstance(self.geometry, Diagonal | Full)
 
     def updates(self, drawn: Tensor, tensors: Tensors) -> Updates | None:
+        if not self.in_library:
+            return None
         xi = 0.5 * (drawn[:-1] + drawn[1:]) if self.lead else drawn
         if isinstance(self.geometry, Diagonal):
             rate, kick = tensors
             return Updates(xi * kick, rate.unsqueeze(0))
-        if isinstance(self.geometry, LowRank) and len(tensors) == 5:  # without `undo` and `reach`
+        if isinstance(self.geometry, LowRank):
             basis, back, add, rate, amplitude = tensors
             return Updates(xi, rate.unsqueeze(0), along=(basis, back, add, amplitude))
-        if isinstance(self.geometry, Full):
-            return Updates(xi, matrices=tensors, memory=LEVEL_WEIGHT)
-        return None
+        return Updates(xi, matrices=tensors, memory=LEVEL_WEIGHT)
 
     def move(self, state: Tensor, gradient: Tensor, noise: Tensor | None, xi: Tensor, tensors: Tensors) -> Tensor:
         geometry, level = self.geometry, self.level

@@ -36,6 +36,7 @@ GRAPH_EVERY = 512  # of captured steps one in 512 measures the noise, since that
 MULTI_STEP_FROM = 4_000  # steps from which it pays to compile several in a call ...
 SINGLE_CHAIN = 5  # ... times this for one chain, whose single steps take less time
 MEMORY_FOR_ANOTHER = 1.5  # free GPU memory that another chain needs, relative to what a chain takes
+QUICK = 0.1  # seconds in which it is not worth to look at the clock
 WARMUP_TIME = 0.5  # share of the time limit after which the warm-up begins no further window
 
 Note = Callable[[int, Tensor, dict[str, Any], int], None]
@@ -272,15 +273,27 @@ class _Drawing:
         if isinstance(self.multi_step, GraphSteps) and self.in_turns:
             for _ in self.multi_step.turns(self.done, steps, self._tick):
                 yield False
-        elif self.multi_step is not None:
-            self.multi_step.take_steps(self.done, steps, self._tick)
-        while self.multi_step is None and left:
-            chains.step(split=chains.follows_noise and self.done % self.noise_every == 0)
-            self._tick(1)
-            left -= 1
+            left = 0
+        most = self._most_steps()
+        while left:
+            count, began = int(min(left, most)), time.monotonic()
+            if self.multi_step is None:
+                chains.step(split=chains.follows_noise and self.done % self.noise_every == 0)
+                self._tick(1)
+            else:
+                self.multi_step.take_steps(self.done, count, self._tick)
+            left -= count
             if ends_early and self._is_late():
                 break
-        return not (self.drawn and self.multi_step is None and left)
+            if time.monotonic() - began < QUICK and self.multi_step is not None:
+                most *= 2
+        return not (self.drawn and left)
+
+    def _most_steps(self) -> float:
+        """Steps before the next look at the clock; at first, since later ones may be more."""
+        if self.multi_step is None or (isinstance(self.multi_step, MultiStep) and math.isfinite(self.deadline)):
+            return 1
+        return math.inf
 
     def _tick(self, steps: int) -> None:
         self.done += steps
@@ -344,6 +357,8 @@ def _engine(chains: Chains, multi_step: MultiStep | GraphSteps | LeapfrogMultiSt
         return f", CUDA graph of gradients ({chains.graph_unsupported})"
     if chains.leaves[0].is_cuda and chains.many is None:
         return f", eager ({chains.graph_unsupported})"
+    if isinstance(multi_step, MultiStep) and not multi_step.compiled:
+        return ", C++ library, several steps a call" if multi_step.program.in_library else chains.compiled
     if isinstance(multi_step, LeapfrogMultiStep):
         return chains.compiled if multi_step.unsupported_reason else multi_step.engine
     return chains.compiled if multi_step is None else ", several steps a call"
@@ -370,9 +385,12 @@ def _many_steps(chains: Chains, plan: DrawPlan, gap: float, bar: Progress) -> Mu
             chains.graph_unsupported = str(error)
             return None
     compiled = _pays(chains, plan, plan.draws * gap) and not multistep.is_fastest(chains)
-    if not (compiled or multistep.without_compiler(chains)) or multistep.unsupported_reason(chains):
+    quick = multistep.without_compiler(chains)
+    if not (compiled or quick) or multistep.unsupported_reason(chains):
         return None
     multi_step = MultiStep(chains, plan.noise_interval(chains), compiled, bar.note)
+    if multi_step.failed and quick:
+        multi_step = MultiStep(chains, plan.noise_interval(chains), False, bar.note)
     return None if multi_step.failed else multi_step
 
 
