@@ -82,9 +82,9 @@ def _compiler() -> list[str]:
 def _built() -> Path:
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     command = [*_compiler(), *FLAGS, native, "-fopenmp-simd", str(SOURCE)]
-    # Built for this processor, while home directories may be shared between machines.
+    # Built for this processor, while home directories may be shared between machines; once for all clones.
     texts = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
-    identity = "\n".join([*texts, _processor(), *platform.libc_ver(), *command])
+    identity = "\n".join([*texts, _processor(), *platform.libc_ver(), *command[:-1]])
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or home) / "isosgd"
     place = cache / f"{SOURCE.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
