@@ -466,7 +466,7 @@ void each_product(int64_t d, const double* matrix, const X* x, F f) {
 
 // p of a step at chain k, the `at`-th of all steps and chains, from its gradient. `scratch`: d + 3 k, or 2 d doubles.
 void pull_of(const Updates& u, int64_t d, int64_t k, int64_t at, const float* g, float* pull, float* scratch) {
-  const float *rate = u.rate + (u.changes ? at : k) * d, *drawn = u.drawn + at * u.width;
+  const float* drawn = u.drawn + at * u.width;
   if (u.pull) {
     double* own = reinterpret_cast<double*>(scratch);
     for (int64_t i = 0; i < d; i++)
@@ -474,7 +474,10 @@ void pull_of(const Updates& u, int64_t d, int64_t k, int64_t at, const float* g,
     double* along = own + d;
     each_product(d, u.pull + k * d * d, g, [&](int64_t i, double sum) { along[i] = sum; });
     each_product(d, u.push + k * d * d, own, [&](int64_t i, double sum) { pull[i] = float(along[i] + sum); });
-  } else if (u.k) {
+    return;
+  }
+  const float* rate = u.rate + (u.changes ? at : k) * d;
+  if (u.k) {
     const int64_t n = u.k;
     displace_one(d, n, u.basis + k * n * d, u.back + k * n * n, u.add + k * n * n, rate, u.amplitude + k * d, g, drawn,
                  drawn + d, pull, scratch);
