@@ -86,6 +86,18 @@ def test_same_seed_same_draws(data: tuple[Tensor, ...], quick: tuple[Posterior, 
     assert np.array_equal(numbers, np.random.get_state()[1])
 
 
+def test_numbers_of_numpy_are_settings_too(data: tuple[Tensor, ...], tmp_path: Path) -> None:
+    target, numbers = make_target(), {"draws": 3, "keep_every": 3, "warmup": 200, "temperature": 0.5}
+    plain = sample(target, data, progress=False, lr=1e-3, method="sgld", **numbers)
+    given: dict[str, Any] = {name: np.asarray(value)[()] for name, value in numbers.items()}
+    rate = np.float32(1e-3)
+    found = sample(target, data, progress=False, lr=rate, method="sgld", store=tmp_path / "run", **given)
+    assert not isinstance(given["draws"], int)
+    torch.testing.assert_close(found.draws["mu"], plain.draws["mu"], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"temperature = -1\.0"):
+        sample(target, data, temperature=np.float32(-1))  # type: ignore[arg-type]
+
+
 def test_a_start_is_respected(data: tuple[Tensor, ...]) -> None:
     start = torch.tensor([7.0, -7.0])
     posterior = sample(

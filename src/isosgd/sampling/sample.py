@@ -20,7 +20,7 @@ from isosgd.engine.schedule import Start
 from isosgd.posterior import Posterior
 from isosgd.sampling.parallel import check_call
 from isosgd.sampling.run import Checked, draw_at, only_check
-from isosgd.sampling.settings import check_device, check_seconds, check_settings
+from isosgd.sampling.settings import check_device, check_seconds, check_settings, takes_numpy_numbers
 from isosgd.sampling.starts import as_starts, own_network
 from isosgd.sampling.stored import load, settings_of
 from isosgd.sampling.trained import DRAWS, TrainedRun
@@ -39,6 +39,7 @@ def check_sample(target: Target, data: Any, **settings: Any) -> None:
 
 
 @shared
+@takes_numpy_numbers
 def sample(
     target: Target,
     data: Any,

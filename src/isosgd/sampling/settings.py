@@ -6,8 +6,10 @@ import math
 import os
 import platform
 import time
+from collections.abc import Callable
+from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +23,9 @@ from isosgd.native import build
 from isosgd.samplers import METHODS, PRESETS, REGISTRY, Method, Sampler
 from isosgd.sampling.stopping import MOST_DRAWS
 from isosgd.target import Params
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 EVERY: dict[str, Method] = {**REGISTRY, **BASELINES}  # samplers of the posterior, and baselines
 OURS = {"batch_size", "warmup", "budget", "sets"}  # settings that `sample` passes to a sampler
@@ -53,6 +58,19 @@ def methods() -> list[dict[str, Any]]:
         20
     """
     return [method.row(name) for name, method in EVERY.items()]
+
+
+def takes_numpy_numbers(call: Callable[P, T]) -> Callable[P, T]:
+    """Let a function take numpy's numbers as settings, such as a temperature out of ``np.logspace``."""
+
+    @wraps(call)
+    def wrapped(*args: P.args, **given: P.kwargs) -> T:
+        for name, value in given.items():
+            if isinstance(value, np.generic):
+                given[name] = value.item()
+        return call(*args, **given)
+
+    return wrapped
 
 
 def compile_after(options: dict[str, Any], deadline: float | None = None) -> int | None:
