@@ -93,6 +93,32 @@ def test_draws_are_those_of_several_cycles(drawn: Posterior) -> None:
     assert steps[[9, 19]].min() > 3 * steps.median()
 
 
+@pytest.mark.parametrize(("width", "epochs"), [(100, 4), (320, 8)], ids=["small", "more than 100,000 weights"])
+def test_a_cycle_takes_some_epochs(width: int, epochs: int) -> None:
+    data, held_out, _ = problem()
+    model = nn.Sequential(nn.Linear(20, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
+    target = Target.from_module(model, "categorical", "empirical")
+    found = sample(target, data, starts=[model], held_out=held_out, batch_size=5, draws=11, **SHORT)
+    assert found.info["options"]["cycle"] == epochs * 600 // 5
+
+
+def test_a_colder_trial_takes_over_what_heating_reached(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate at which the loss rises does not depend on the temperature, so it is found once."""
+    model, data, held_out, _ = network
+    target = Target.from_module(model, "categorical", "empirical")
+    call: dict[str, Any] = {"starts": [model], "held_out": held_out, "chains": 2, "draws": 11, **SHORT}
+    one = sample(target, data, **call)
+    monkeypatch.setattr("isosgd.sampling.ladder.HARM", -math.inf)  # every trial does harm
+    several = sample(target, data, **call)
+    tried = [rung["temperature"] for rung in several.info["temperature_choice"]["rungs"]]
+    assert len(tried) > 1
+    spent = [posterior.info["gradients"] for posterior in (one, several)]
+    assert spent[1] - spent[0] < 2 * (len(tried) - 1) * (400 + 30)  # a cycle each, and hardly more
+    share = several.info["temperature"] / one.info["temperature"]
+    rates = [[next(iter(rates.values())) for rates in p.info["rates"]] for p in (one, several)]
+    assert rates[1] == pytest.approx([rate * share for rate in rates[0]], rel=1e-6)
+
+
 def test_all_groups_have_one_rate_and_colder_ones_a_lower(network: Any) -> None:
     model, data, _, _ = network
     target = Target.from_module(model, "categorical", weight_decay=1e-4, optimizer=None, num_data=600)

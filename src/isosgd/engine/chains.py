@@ -39,10 +39,17 @@ MakeSampler = Callable[[list[dict[str, Any]], torch.Generator, int | None], Samp
 
 @dataclass(frozen=True)
 class Heat:
-    """Cycles that find their rates by heating: the draws to take, and when to end, by `time.monotonic`."""
+    """Cycles that find their rates by heating.
+
+    Attributes:
+        draws: to take.
+        end: when to end, by `time.monotonic`.
+        reached: the rates that heating has reached; empty before.
+    """
 
     draws: int
     end: float
+    reached: dict[str, Any]
 
 
 class Chains:

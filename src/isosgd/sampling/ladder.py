@@ -30,6 +30,7 @@ from isosgd.errors import DivergedError, SamplingWarning
 from isosgd.posterior import Posterior
 from isosgd.posterior.calibration import FEW, Densities, best_temperature
 from isosgd.posterior.comparison import STARTS, stacked
+from isosgd.posterior.draws import place_of
 from isosgd.progress import tell
 from isosgd.target import Target
 from isosgd.target.batches import tensors_of
@@ -44,7 +45,7 @@ WORSE = 0.1  # share of the start's NLL by which draws alone must be worse to st
 HARM = 0.25  # the same, to try a lower one of falling temperatures
 SHARES = tuple(k / 20 for k in range(1, 19))  # weights of the starts; a larger one would make the draws useless
 BOTH = 2.0  # pseudo-examples in favour of the starts, and as many in favour of the draws
-SCORED = 1_000  # examples predicted at once
+SCORED, SCORED_ON_CPU = 1_000, 250  # examples predicted at once; larger batches of images are slower on a CPU
 SCALES = 33  # noise scales tried at once
 
 State = Mapping[str, Any]
@@ -227,7 +228,9 @@ def has_classes(target: Target) -> bool:
 
 def densities(posterior: Posterior, examples: Tensors, device: Any, counts: Sequence[int] = ()) -> Densities:
     """Log densities of held-out examples, in batches."""
-    return posterior.densities(examples, counts, batch_size=SCORED, device=device)
+    place = place_of(device, None if posterior.target is None else posterior.target.device, examples)
+    size = SCORED_ON_CPU if place.type == "cpu" else SCORED
+    return posterior.densities(examples, counts, batch_size=size, device=device)
 
 
 def with_noise_scale(target: Target, start: State, examples: Tensors, device: Any) -> State:

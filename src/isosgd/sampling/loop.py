@@ -190,7 +190,8 @@ class _Drawing:
         drawn_before = sum(ended.drawn * ended.count for ended in self.recorder.results)
         self.deadline = plan.deadline_of(chains.count, self.group, drawn_before)
         chains.deadline = time.monotonic() + WARMUP_TIME * (self.deadline - time.monotonic())
-        chains.heating = Heat(plan.draws, self.deadline) if plan.heated else None
+        if plan.heated is not None:
+            chains.heating = Heat(plan.draws, self.deadline, plan.heated.setdefault((self.first, chains.count), {}))
         self.multi_step = leapfrogs = _leapfrog_steps(chains, plan, self.bar)
         if plan.compile_after is not None:
             accelerate(chains)

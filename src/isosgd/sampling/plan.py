@@ -41,7 +41,7 @@ class DrawPlan:
         here: number of chains that this process draws; all when None.
         begin: states to start from, by the first chain.
         ends: takes the states in which chains end, by the first chain.
-        heated: whether cycles find their rates by heating.
+        heated: if cycles find their rates by heating, what it has reached, by first chain and count; else None.
         most_side_by_side: chains that may run at the same time, each on its own CUDA stream.
     """
 
@@ -60,7 +60,7 @@ class DrawPlan:
     begin: Mapping[int, State] = field(default_factory=dict)
     ends: dict[int, State] | None = None
     scoring: float = 0.0
-    heated: bool = False
+    heated: dict[tuple[int, int], State] | None = None
     most_side_by_side: int = 1
 
     @property

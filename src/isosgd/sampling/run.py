@@ -84,6 +84,7 @@ def draw_at(
     first_chain: int | None = None,
     begin: Mapping[int, dict[str, Any]] | None = None,
     ends: dict[int, dict[str, Any]] | None = None,
+    reached: dict[tuple[int, int], dict[str, Any]] | None = None,
     starts: Sequence[Mapping[str, Any]] = (),
     label: str = "",
     **options: Any,
@@ -98,6 +99,7 @@ def draw_at(
         first_chain: index of the first chain, if these chains are a part of a run over several processes.
         begin: states of chains at another temperature to start from, by the first chain.
         ends: takes the states in which the chains end.
+        reached: takes the rates that heating reaches; chains that are in it are not heated again.
         starts: trained networks to write to the store.
     """
     check_settings(method, draws, chains, keep_every, warmup, temperature)
@@ -163,8 +165,8 @@ def draw_at(
     plan = DrawPlan(
         most, keep_every, warmup, noise_every(remaining), schedule.count, after, auto=draws == "auto",
         chains_per_set=schedule.chains, held_out=watched, trained=trained, deadline=deadline,
-        here=None if numbers is None else len(numbers), begin=begin or {}, ends=ends, scoring=scoring, heated=heated,
-        most_side_by_side=schedule.most_side_by_side,
+        here=None if numbers is None else len(numbers), begin=begin or {}, ends=ends, scoring=scoring,
+        heated=({} if reached is None else reached) if heated else None, most_side_by_side=schedule.most_side_by_side,
     )  # fmt: skip
     if METHODS[method] is ISGD:
         remaining.setdefault("budget", None if warmup == "auto" else warmup)

@@ -61,6 +61,23 @@ class Heating(Warmup):
         for _ in range(PROBES):
             chains.probe_curvature()
             self.count("starting")
+        if not (found := chains.heating.reached):
+            rates, reason = self._heated()
+            found |= {"rates": rates, "reason": reason, "speed": self.spent / (time.monotonic() - began)}
+        share = min(1.0, SHARE * sampler.param_groups[0]["temperature"])
+        cycles = -(-chains.heating.draws // STAGE_DRAWS)
+        fits = (chains.heating.end - time.monotonic()) * found["speed"] / cycles  # steps
+        least = max(LEAST_CYCLE, math.ceil(1 / (1 - schedule.exploration)))  # with a sampling stage
+        for group in sampler.param_groups:
+            group["rate"] = sampler.number(schedule.set_highest(group, share * found["rates"]))
+            if fits < group["cycle"]:
+                group["cycle"] = min(group["cycle"], max(int(fits), least))
+        sampler.refresh()
+        return str(found["reason"])
+
+    def _heated(self) -> tuple[Tensor, str]:
+        """The rate of each chain at which its loss has risen, and what went wrong, if anything."""
+        chains = self.chains
         start, limit = self._level()
         first = FIRST / chains.curvature.values().amax(-1).double()
         for _ in range(MOST_STARTS):
@@ -68,18 +85,7 @@ class Heating(Warmup):
             if steps >= SOON or reason:
                 break
             first = first / LOWER
-        if chains.many is None:
-            reached = reached[0]
-        share = min(1.0, SHARE * sampler.param_groups[0]["temperature"])
-        now, cycles = time.monotonic(), -(-chains.heating.draws // STAGE_DRAWS)
-        fits = (chains.heating.end - now) * self.spent / (now - began) / cycles  # steps, at the speed so far
-        least = max(LEAST_CYCLE, math.ceil(1 / (1 - schedule.exploration)))  # with a sampling stage
-        for group in sampler.param_groups:
-            group["rate"] = sampler.number(schedule.set_highest(group, share * reached))
-            if fits < group["cycle"]:
-                group["cycle"] = min(group["cycle"], max(int(fits), least))
-        sampler.refresh()
-        return reason
+        return (reached[0] if chains.many is None else reached), reason
 
     def _level(self) -> tuple[Tensor, Tensor]:
         """The loss of each chain at its start, and the loss at which its heating ends."""
