@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from isosgd import DivergedError, SamplingWarning, Target, load, priors, sample
-from isosgd.sampling.ladder import Rung
+from isosgd.sampling.ladder import SCORED_ON_CPU, Rung
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
 
@@ -251,10 +251,11 @@ def test_held_out_examples_are_predicted_once_by_each_trial() -> None:
     found = sample(target_of(model), data, starts=[model], held_out=held_out, **run)
     choice = found.info["temperature_choice"]
     assert choice["start_softmax_temperature"] <= 1
-    tried = calls.count(400)
+    tried = [calls.count(SCORED_ON_CPU), calls.count(400 - SCORED_ON_CPU)]
     calls.clear()
-    found.log_predictive(held_out)
-    assert tried == (1 + len(choice["rungs"])) * calls.count(400)  # the start, and all draws of each trial at once
+    found.log_predictive(held_out, batch_size=SCORED_ON_CPU)
+    each = [calls.count(SCORED_ON_CPU), calls.count(400 - SCORED_ON_CPU)]
+    assert tried == [(1 + len(choice["rungs"])) * count for count in each] != [0, 0]  # the start, and each trial
 
 
 def test_where_time_ends_the_trials_that_is_said() -> None:
