@@ -304,7 +304,7 @@ def test_steps_are_those_without_the_library(
 def test_noise_of_many_minibatches_at_once_is_that_of_one_after_the_other() -> None:
     one, other = (chains("diagonal", 1, "gaussian") for _ in range(2))
     before = one.gradients
-    together = one.noise_vectors(5)
+    together = list(one.noise_vectors(5))
     assert one.gradients - before == len(together) == 5
     for loss, noise in together:
         alone = other.evaluate(split=True)

@@ -254,6 +254,7 @@ def test_it_is_written_whole_or_not_at_all(line, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert path.read_text(encoding="utf-8") == whole
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_rates_of_layers_are_drawn_for_each_chain():

@@ -282,19 +282,17 @@ class Chains:
         return True
 
     @torch.no_grad()
-    def noise_vectors(self, count: int) -> list[tuple[Tensor, list[Tensor]]]:
+    def noise_vectors(self, count: int) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Losses and noise of so many minibatches where the chains are, by few calls of the library if it can."""
         one = self.differentiate.one if isinstance(self.differentiate, Single) else None
-        found: list[tuple[Tensor, list[Tensor]]] = []
         while count > 0:
             batches = [self.batches.next(mixed=True)]
             if one is not None and one.fits(self.flat(self.leaves), tuple(t.unsqueeze(0) for t in batches[0])):
                 most = MOST_TOGETHER // bytes_of(batches[0]) if len(batches[0][0]) > 1 else 1
-                batches += [self.batches.next(mixed=True) for _ in range(min(count, most) - 1)]
+                batches += [self.batches.next(mixed=True) for _ in range(min(count, TOGETHER, most) - 1)]
             together = None if one is None else self._noise_together(one, batches)
-            found += self._noise_in_turn(batches) if together is None else together
+            yield from self._noise_in_turn(batches) if together is None else together
             count -= len(batches)
-        return found
 
     def _noise_together(self, one: Many, batches: list[Any]) -> list[tuple[Tensor, list[Tensor]]] | None:
         """Losses and noise by one call; None if minibatches differ in shape, or something is not finite."""

@@ -34,7 +34,11 @@ def write_report(posterior: Posterior, path: str | os.PathLike[str], **options: 
     path = Path(path)
     text = report_html(posterior, **options)
     part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
+    try:
+        part.write_text(text, encoding="utf-8")
+    except OSError:  # such as a full disk
+        part.unlink(missing_ok=True)
+        raise
     return part.replace(path)
 
 

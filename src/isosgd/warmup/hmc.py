@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from isosgd.data.sources import TensorBatches
-from isosgd.engine.chains import TOGETHER, Chains
+from isosgd.engine.chains import Chains
 from isosgd.engine.leapfrog import LeapfrogMultiStep
 from isosgd.progress import Progress
 from isosgd.samplers.hmc import HMC
@@ -225,11 +225,9 @@ class HMCWarmup(Warmup):
 
     def _measure(self, vectors: int) -> None:
         """Measure the noise of so many minibatches at the chains' positions."""
-        for begin in range(0, vectors, TOGETHER):
-            found = self.chains.noise_vectors(min(TOGETHER, vectors - begin))
-            for _, noise in found:
-                self.sampler.observe(self._seen(noise))
-            self.count("measuring noise", len(found))
+        for _, noise in self.chains.noise_vectors(vectors):
+            self.sampler.observe(self._seen(noise))
+            self.count("measuring noise")
 
     def _late(self) -> bool:
         """Whether the time of the run (``max_seconds``) is over."""

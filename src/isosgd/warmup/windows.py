@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isosgd.engine.chains import TOGETHER, Chains
+from isosgd.engine.chains import Chains
 from isosgd.engine.leapfrog import LeapfrogMultiStep
 from isosgd.geometry.base import FIRST_RATIO
 from isosgd.noise.model import dot
@@ -168,13 +168,11 @@ class WindowedWarmup(Warmup):
         chains.forget_gradient()
         seen = 0
         if chains.trained and chains.sampler.estimator.centred and not chains.successive:
-            for begin in range(0, length - 1, TOGETHER):
-                found = chains.noise_vectors(min(TOGETHER, length - 1 - begin))
-                for loss, noise in found:
-                    chains.sampler.observe(noise)
-                    losses.append(loss)
-                seen += len(found)
-                self.count("measuring noise", len(found))
+            for loss, noise in chains.noise_vectors(length - 1):
+                chains.sampler.observe(noise)
+                losses.append(loss)
+                seen += 1
+                self.count("measuring noise")
         while seen < length:  # a first noise estimate, before the chains move
             if len(losses) > MOST_TRIES * length:
                 raise ValueError(
