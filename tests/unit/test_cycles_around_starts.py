@@ -93,15 +93,6 @@ def test_draws_are_those_of_several_cycles(drawn: Posterior) -> None:
     assert steps[[9, 19]].min() > 3 * steps.median()
 
 
-@pytest.mark.parametrize(("width", "epochs"), [(100, 4), (320, 8)], ids=["small", "more than 100,000 weights"])
-def test_a_cycle_takes_some_epochs(width: int, epochs: int) -> None:
-    data, held_out, _ = problem()
-    model = nn.Sequential(nn.Linear(20, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
-    target = Target.from_module(model, "categorical", "empirical")
-    found = sample(target, data, starts=[model], held_out=held_out, batch_size=5, draws=11, **SHORT)
-    assert found.info["options"]["cycle"] == epochs * 600 // 5
-
-
 def test_a_colder_trial_takes_over_what_heating_reached(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rate at which the loss rises does not depend on the temperature, so it is found once."""
     model, data, held_out, _ = network

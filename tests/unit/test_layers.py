@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from isosgd import Posterior, Target, likelihoods, priors, sample
 from isosgd.data.sources import TensorBatches
 from isosgd.engine import multistep
-from isosgd.engine.chains import Chains
+from isosgd.engine.chains import TOGETHER, Chains
 from isosgd.engine.gradients import Layout, Many, Single
 from isosgd.engine.leapfrog import LeapfrogMultiStep, unsupported_reason, without_compiler
 from isosgd.engine.multistep import MultiStep
@@ -304,8 +304,9 @@ def test_steps_are_those_without_the_library(
 def test_noise_of_many_minibatches_at_once_is_that_of_one_after_the_other() -> None:
     one, other = (chains("diagonal", 1, "gaussian") for _ in range(2))
     before = one.gradients
-    together = list(one.noise_vectors(5))
-    assert one.gradients - before == len(together) == 5
+    count = TOGETHER + 5
+    together = list(one.noise_vectors(count))
+    assert one.gradients - before == len(together) == count
     for loss, noise in together:
         alone = other.evaluate(split=True)
         torch.testing.assert_close(loss, other.loss)

@@ -44,7 +44,8 @@ class Heat:
     Attributes:
         draws: to take.
         end: when to end, by `time.monotonic`.
-        reached: the rates that heating has reached; empty before.
+        reached: what heating has come to: its ``rates``, at which the loss has risen, its ``speed`` in steps a second,
+            and the ``reason`` if it went wrong; empty before.
     """
 
     draws: int

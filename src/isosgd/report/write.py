@@ -36,10 +36,10 @@ def write_report(posterior: Posterior, path: str | os.PathLike[str], **options: 
     part = path.with_name(path.name + ".part")
     try:
         part.write_text(text, encoding="utf-8")
-    except OSError:  # such as a full disk
+        return part.replace(path)
+    except BaseException:  # such as a full disk
         part.unlink(missing_ok=True)
         raise
-    return part.replace(path)
 
 
 def report_html(

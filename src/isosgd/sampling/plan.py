@@ -41,7 +41,7 @@ class DrawPlan:
         here: number of chains that this process draws; all when None.
         begin: states to start from, by the first chain.
         ends: takes the states in which chains end, by the first chain.
-        heated: if cycles find their rates by heating, what it has reached, by first chain and count; else None.
+        heated: what heating has come to, by first chain and count; None if cycles do not find their rates by heating.
         most_side_by_side: chains that may run at the same time, each on its own CUDA stream.
     """
 

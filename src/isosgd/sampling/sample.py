@@ -38,8 +38,8 @@ def check_sample(target: Target, data: Any, **settings: Any) -> None:
         only_check.reset(token)
 
 
-@shared
 @takes_numpy_numbers
+@shared
 def sample(
     target: Target,
     data: Any,

@@ -71,11 +71,9 @@ WARMUP_SHARE, DRAWS = 0.3, 30  # of the run itself
 # full warm-up, in which rates can rise further. Cycles continue without a warm-up.
 CONTINUED = 60
 LARGE = 1 << 20  # parameters from which Lambda is one number for each layer
-# Cycles of classifiers: the first temperature, the least number of steps of a cycle, share of steps without noise. The
-# trial is the first cycle.
-CYCLE_TEMPERATURE, CYCLE_STEPS, EXPLORATION = 0.03, 400, 0.8
-# Epochs of a cycle in networks of up to so many parameters, and in larger ones, which lose more if cycles are short.
-CYCLE_EPOCHS, SHORT_SIZE, LONG_CYCLE_EPOCHS = 4, 100_000, 8
+# Cycles of classifiers: the first temperature, epochs of a cycle, its least number of steps, share of steps without
+# noise. The trial is the first cycle.
+CYCLE_TEMPERATURE, CYCLE_EPOCHS, CYCLE_STEPS, EXPLORATION = 0.03, 8, 400, 0.8
 CYCLE_SIZE = 5_000  # least number of parameters for cycles
 HMC_ROWS, HMC_SIZE = 5_000, 50_000  # the most rows and parameters of a regression for HMC
 HMC_LENGTHS, HMC_RUNG = {"warmup": 1_600, "keep_every": 100}, {"warmup": 700, "keep_every": 20}
@@ -103,10 +101,9 @@ class Lengths:
         return cls(rung, round((1 - LADDER_SHARE) * total))
 
     @classmethod
-    def in_cycles(cls, num_data: int, batch_size: int, parameters: int) -> Lengths:
+    def in_cycles(cls, num_data: int, batch_size: int) -> Lengths:
         """The lengths of cycles."""
-        epochs = CYCLE_EPOCHS if parameters <= SHORT_SIZE else LONG_CYCLE_EPOCHS
-        return cls(0, 0, max(CYCLE_STEPS, epochs * -(-num_data // batch_size)))
+        return cls(0, 0, max(CYCLE_STEPS, CYCLE_EPOCHS * -(-num_data // batch_size)))
 
     def settings(self, draws: int, hmc: bool = False, continued: bool = False) -> dict[str, Any]:
         """Warm-up, draws and steps between them of the run."""
@@ -239,13 +236,13 @@ class TrainedRun:
         size = size_of("all" if self.hmc else size, num_data)
         self.lengths = Lengths.of(num_data, size, self.descends)
         if self.cycles:
-            self.lengths = Lengths.in_cycles(num_data, size, _size(target))
+            self.lengths = Lengths.in_cycles(num_data, size)
             cycles = {"lr": HEATED, "cycle": self.lengths.cycle, "exploration": EXPLORATION}
             self.settings = {**cycles, **self.settings}
             if target.prior_is_empirical:  # its scales are those of the weights: tempered, it would shrink them all
                 self.settings.setdefault("tempered", "likelihood")
         self.tried, self.engine = 0, ""  # steps of all trials, and the engine of the last one
-        self.reached: dict[tuple[int, int], Any] | None = {} if self.alone else None  # by heating, at any temperature
+        self.reached: dict[tuple[int, int], Any] = {}  # by heating, at any temperature
         self.early: Posterior | None = None  # the draws of the rung that the run continues
 
     def posterior(self) -> Posterior:
@@ -339,7 +336,7 @@ class TrainedRun:
             place.states, chains=chains, temperature=temperature, trained=not optimise, progress=self.shows,
             label=f"trial at T = {temperature:.3g}: ",
             deadline=late if math.isfinite(late) else None, begin=place.measured,
-            ends=ends if self.continues else None, **lengths,
+            ends=ends if self.continues else None, reached=self.reached, **lengths,
         )  # fmt: skip
         whole = not found.info["dropped"]  # else later runs would lack these chains
         return found, Place(last_draws(found), ends if whole else {})
@@ -356,9 +353,8 @@ class TrainedRun:
 
         try:
             found = draw_at(
-                self.target, self.data, init=lambda chain: states[chain % len(states)],
-                reached=self.reached, **settings, **self.settings
-            )  # fmt: skip
+                self.target, self.data, init=lambda chain: states[chain % len(states)], **settings, **self.settings
+            )
         except DivergedError as error:
             count(error.gradients)
             raise
@@ -393,7 +389,7 @@ class TrainedRun:
             settings |= {"deadline": self.deadline - judging, "scoring": self.ladder.scoring}
         found = self._draw(
             self.starts, starts=self.given, chains=self.chains, trained=True, temperature=choice.temperature,
-            about_choice=self._about(choice), begin=begin, **settings,
+            about_choice=self._about(choice), begin=begin, reached=self.reached if self.alone else None, **settings,
         )  # fmt: skip
         if early is not None and early.num_chains != found.num_chains:
             early = None

@@ -63,7 +63,9 @@ class Heating(Warmup):
             self.count("starting")
         if not (found := chains.heating.reached):
             rates, reason = self._heated()
-            found |= {"rates": rates, "reason": reason, "speed": self.spent / (time.monotonic() - began)}
+            found = {"rates": rates, "reason": reason, "speed": self.spent / (time.monotonic() - began)}
+            if not reason:
+                chains.heating.reached.update(found)
         share = min(1.0, SHARE * sampler.param_groups[0]["temperature"])
         cycles = -(-chains.heating.draws // STAGE_DRAWS)
         fits = (chains.heating.end - time.monotonic()) * found["speed"] / cycles  # steps
