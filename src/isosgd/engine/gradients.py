@@ -378,20 +378,20 @@ def batchable(target: Target, params: Params, batch: Batch, num_data: int) -> st
     dtypes = {x.dtype for x in params.values()}
     if len(dtypes) > 1:
         return f"its parameters have several dtypes ({', '.join(sorted(map(str, dtypes)))})"
-    wanted = Single(target, num_data)(params, batch)
-    layout = Layout(params)
     theta = torch.cat([x.detach().reshape(-1) for x in params.values()]).expand(2, -1)
     two = tree_map(lambda t: t.expand(2, *t.shape), batch)
-    try:
-        loss, gradient, _ = Many(target, num_data, layout).flat(theta, two, split=False)
-    except Exception as error:  # whatever a user's code may raise under vmap
-        return f"the model cannot be mapped over chains ({first_line(error)})"
-    expected = torch.cat([g.reshape(-1) for g in wanted.gradients])
-    scale = expected.abs().amax().clamp_min(1e-4)  # vanishing gradients differ by rounding alone
-    loss_off = (loss - wanted.loss).abs().amax() / wanted.loss.abs().amax().clamp_min(1.0)
-    off = max(float((gradient - expected).abs().amax() / scale), float(loss_off))
-    if not off < 1e-2 and bool(torch.isfinite(expected).all()):
-        return f"mapped over chains the model gives other gradients (off by {off:.1g} of their largest)"
+    for split in (False, True):  # halves of a batch are mapped, too
+        wanted = Single(target, num_data)(params, batch, split)
+        try:
+            loss, gradient, _ = Many(target, num_data, Layout(params)).flat(theta, two, split)
+        except Exception as error:  # whatever a user's code may raise under vmap
+            return f"the model cannot be mapped over chains ({first_line(error)})"
+        expected = torch.cat([g.reshape(-1) for g in wanted.gradients])
+        scale = expected.abs().amax().clamp_min(1e-4)  # vanishing gradients differ by rounding alone
+        loss_off = (loss - wanted.loss).abs().amax() / wanted.loss.abs().amax().clamp_min(1.0)
+        off = max(float((gradient - expected).abs().amax() / scale), float(loss_off))
+        if not off < 1e-2 and bool(torch.isfinite(expected).all()):
+            return f"mapped over chains the model gives other gradients (off by {off:.1g} of their largest)"
     return ""
 
 
