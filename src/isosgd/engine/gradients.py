@@ -378,6 +378,8 @@ def batchable(target: Target, params: Params, batch: Batch, num_data: int) -> st
     dtypes = {x.dtype for x in params.values()}
     if len(dtypes) > 1:
         return f"its parameters have several dtypes ({', '.join(sorted(map(str, dtypes)))})"
+    if target.module is not None and (layer := target.module.recurrent):
+        return f"torch maps the recurrent layer {layer!r} over chains by a slow loop, or not at all"
     theta = torch.cat([x.detach().reshape(-1) for x in params.values()]).expand(2, -1)
     two = tree_map(lambda t: t.expand(2, *t.shape), batch)
     for split in (False, True):  # halves of a batch are mapped, too

@@ -128,6 +128,12 @@ class ModuleLikelihood:
         self._rest_places = [place for place in places if place[2] in self._rest[self._home]]
         self._put_rest(self._home)
 
+    @property
+    def recurrent(self) -> str:
+        """Path of a recurrent layer; empty if there is none."""
+        paths = (path or "model" for path, layer in self._module.named_modules() if isinstance(layer, nn.RNNBase))
+        return next(paths, "")
+
     def head_path(self) -> str:
         """Path of the smallest submodule that holds all sampled parameters; empty if that is the model."""
         levels = zip(*(alias.split(".")[:-1] for _, _, _, alias in self._sampled_places), strict=False)
