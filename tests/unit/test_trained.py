@@ -57,6 +57,12 @@ def _trained(seed: int, steps: int, norm: bool) -> nn.Module:
     return model
 
 
+def bent() -> nn.Module:
+    """A network of the same shapes, with another activation."""
+    model = trained(steps=1)
+    return nn.Sequential(model[0], nn.Tanh(), model[2])  # type: ignore[index]
+
+
 TRAIN, HELD = examples(100, 0), examples(400, 1)
 
 
@@ -601,6 +607,7 @@ def broken() -> nn.Module:
     ("settings", "message"),
     [
         ({"starts": [others()]}, r"starts\[0\] has '0.weight' of shape \[8, 4\]"),
+        ({"starts": [trained(steps=1), bent()]}, r"starts\[1\] has Tanh where the target has ReLU"),
         ({"starts": []}, "starts must be a list of trained networks"),
         ({"starts": [3]}, r"starts\[0\] is a int"),
         ({"starts": [trained(steps=1), broken()]}, r"starts\[1\] has '0.bias' with values that are NaN or infinite"),
@@ -613,7 +620,7 @@ def broken() -> nn.Module:
         ({"held_out": dict(zip("xy", HELD, strict=True))}, "held_out is a dict of 2 tensors, the data a tuple of 2"),
         ({"held_out": "0.1"}, "held_out of type str: pass"),
         ({"held_out": DataLoader(TensorDataset(HELD[0][:0], HELD[1][:0]))}, "held_out has no examples"),
-        ({"held_out": (HELD[0], HELD[1].float()[:, None])}, "held_out: targets of shape"),
+        ({"held_out": (HELD[0], HELD[1].float()[:, None])}, "targets of an example have the shape"),
         ({"held_out": 1.5}, "held_out = 1.5 must lie between 0 and 1"),
         ({"held_out": 0.1, "transform": lambda b, g: b}, "with a transform"),
         ({"ladder": [], "held_out": HELD}, "must hold positive temperatures, one at least"),
@@ -626,13 +633,30 @@ def broken() -> nn.Module:
         ({"draws": 0}, "draws = 0 must be"),
         ({"method": "swag"}, "method = 'swag' trains networks of its own"),
         ({"temperature": 0.1, "held_out": 0.1}, "held_out= goes with temperature='auto'"),
-        ({"store": "x", "resume": True}, "resume=True with temperature='auto'"),
+        ({"transform": lambda b, g: None}, "transform returned None"),
     ],
 )
 def test_bad_input(settings: dict[str, Any], message: str) -> None:
     model = trained(steps=1)
     with pytest.raises((ValueError, TypeError), match=message):
         sample(target_of(model), TRAIN, **{"starts": [model], **SHORT, **settings})
+
+
+def test_one_call_begins_and_resumes_a_stored_run(tmp_path: Path) -> None:
+    """A script can always pass ``resume=True``: the temperature is chosen once."""
+    model = trained()
+    call: dict[str, Any] = {"starts": [model], "held_out": HELD, "store": tmp_path / "run", "resume": True, **SHORT}
+    first = sample(target_of(model), TRAIN, **call)
+    again = sample(target_of(model), TRAIN, **call)
+    assert again.info["temperature"] == first.info["temperature"] < 1
+    longer = sample(target_of(model), TRAIN, **{**call, "draws": 6})
+    for name, x in first.draws.items():
+        assert torch.equal(again.draws[name], x) and torch.equal(longer.draws[name][:, :4], x)
+    assert longer.num_draws == 6
+    with pytest.raises(ValueError, match=r"keep_every = 7, but the run in .* was begun with 5"):
+        sample(target_of(model), TRAIN, **{**call, "keep_every": 7})
+    with pytest.raises(ValueError, match="with draws='auto' go on with temperature="):
+        sample(target_of(model), TRAIN, **{**call, "draws": "auto"})
 
 
 def test_held_out_examples_that_are_the_training_data_are_warned_of() -> None:

@@ -75,6 +75,8 @@ class Transformed:
         shape = tensors_of(batch)[0].shape[: lead + 1]
         flat = tree_map(lambda t: t.flatten(0, lead), batch) if lead else batch
         found = self.function(flat, generator or self.generator)
+        if found is None:
+            raise ValueError("transform returned None: it must return the batch, (inputs, targets)")
         if isinstance(flat, tuple | list) and isinstance(found, Tensor):
             raise ValueError(
                 f"transform turned a batch of {len(flat)} tensors into one: it must return (inputs, targets)"

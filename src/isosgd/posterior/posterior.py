@@ -592,6 +592,8 @@ class Posterior:
             starts: trained networks or their state_dicts; those of ``sample(starts=...)`` by default.
         """
         target, states = self.view.target, self._states(starts)
+        if not self.num_draws:
+            raise ValueError("the posterior has no draws yet: isosgd.resume(store, target, data) goes on with its run")
         free = target.unconstrain(self.draw(0, 0))
         scales = {name: self.draws[name].double().log().mean((0, 1)).exp() for name in target.extras(free)}
         params, buffers = stacked(states, target, scales)

@@ -246,7 +246,9 @@ class OnDisk(Recorder):
         """The error to raise on Ctrl-C, after pending draws have been written."""
         self.writer.flush()
         found = self._load() if self.writer.manifest.shards else None
-        return Interrupted(f"sampling was stopped; go on with store={str(self.request.store)!r}, resume=True", found)
+        return Interrupted(
+            f"sampling was stopped; go on with isosgd.resume({str(self.request.store)!r}, target, data)", found
+        )
 
     def close(self) -> None:
         self.writer.close()

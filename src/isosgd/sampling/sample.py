@@ -19,6 +19,7 @@ from isosgd.engine.ranks import TIMEOUT, Parallel, Ranks, shared
 from isosgd.engine.schedule import Start
 from isosgd.posterior import Posterior
 from isosgd.sampling.parallel import check_call
+from isosgd.sampling.request import described
 from isosgd.sampling.run import Checked, draw_at, only_check
 from isosgd.sampling.settings import check_device, check_seconds, check_settings, takes_numpy_numbers
 from isosgd.sampling.starts import as_starts, own_network
@@ -196,15 +197,36 @@ def sample(
         raise ValueError(
             f"held_out= goes with temperature='auto' or draws='auto', not with temperature = {temperature!r}"
         )
-    if resume and temperature in (None, "auto"):
-        raise ValueError(
-            "resume=True with temperature='auto': isosgd.resume(store, target, data, starts=...) goes on with a run as "
-            "it was begun"
-        )
+    if resume and store is not None and temperature in (None, "auto") and Manifest.begun(Path(store)):
+        # The temperature is known: the run goes on as it was begun.
+        if ranks is not None or draws == "auto":
+            what = "parallel=" if ranks is not None else "draws='auto'"
+            raise ValueError(
+                f"{store} holds a run, and its temperature was chosen by held-out examples: with {what} go on with "
+                f"temperature={settings_of(store)[0].get('temperature')}, and without held_out="
+            )
+        given = {**common, "keep_every": keep_every, "warmup": warmup, "store_dtype": store_dtype, **options}
+        _check_as_begun(store, given | {"chains": max(chains, len(networks))})
+        every = {"transform": transform, "max_seconds": max_seconds, "log": log}
+        more: dict[str, Any] = {name: value for name, value in every.items() if value is not None}
+        return go_on(store, target, data, starts=starts, device=device, progress=progress, draws=draws, **more)
     return TrainedRun(
         target, data, networks, temperature, max(chains, len(networks)), held_out, ladder, keep_every, warmup,
         common, of_run, options,
     ).posterior()  # fmt: skip
+
+
+def _check_as_begun(store: str | Path, given: dict[str, Any]) -> None:
+    """Raise if a stored run was begun with other settings than those given; ``None`` and "auto" stand for any."""
+    settings = settings_of(store)[0]
+    stored = {**settings.pop("options"), **settings}
+    for name in sorted(given.keys() - {"device", "transform"}):
+        value = given[name]
+        if value not in (None, "auto") and described(value) != stored.get(name):
+            raise ValueError(
+                f"{name} = {value!r}, but the run in {store} was begun with {stored.get(name)!r}: leave {name}= as it "
+                "was, or give another store="
+            )
 
 
 def resume(
@@ -286,3 +308,6 @@ def resume(
         target, data, init=init, starts=starts, device=device, progress=progress, store=path, resume=True,
         **settings, **{**given, **options},
     )  # fmt: skip
+
+
+go_on = resume  # under a name that is no argument of `sample`

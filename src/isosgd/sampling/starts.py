@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from isosgd.data.sources import Tensors, as_tensors, joined
 from isosgd.errors import warn_caller
@@ -13,6 +14,7 @@ from isosgd.posterior.comparison import as_states
 from isosgd.sampling.ladder import State, has_classes
 from isosgd.target import Target
 from isosgd.target.batches import tensors_of, tree_map
+from isosgd.target.modules import unwrapped
 from isosgd.target.space import refuse_sharded
 
 
@@ -22,7 +24,16 @@ def as_starts(starts: Any, target: Target, init: Any) -> list[State] | None:
         return None
     if init is not None:
         raise ValueError("starts= and init= both say where chains begin: pass the trained networks as starts= alone")
-    return [_checked(state, i, target) for i, state in enumerate(as_states(starts))]
+    found: list[State] = [_checked(state, i, target) for i, state in enumerate(as_states(starts))]
+    for i, start in enumerate([starts] if isinstance(starts, nn.Module) else starts):
+        if target.module is None or not isinstance(start, nn.Module):
+            continue
+        if (other := target.module.other_layer(unwrapped(start))) is not None:
+            raise ValueError(
+                f"starts[{i}] has {other[0]} where the target has {other[1]}: all starts must be of the architecture "
+                "that the target was made of; of a network that computes the same, pass the state_dict"
+            )
+    return found
 
 
 def _checked(state: State, number: int, target: Target) -> dict[str, Any]:
@@ -124,8 +135,14 @@ def _check_held_out(found: Tensors, tensors: Tensors | None, target: Target) -> 
         raise ValueError(f"held_out is {kinds[0]}, the data {kinds[1]}: pass them alike, such as (x, y)")
     known = target.labels_of(tensors)
     if y.shape[1:] != known.shape[1:]:
-        raise ValueError(f"held_out: targets of shape {list(y.shape[1:])}, in the data {list(known.shape[1:])}")
+        raise ValueError(
+            f"targets of an example have the shape {list(y.shape[1:])} in held_out and {list(known.shape[1:])} in the "
+            "data: pass both alike, classes as one integer of each example"
+        )
     if has_classes(target) and y.ndim < 2:  # a text may well have tokens that no other has
         new = sorted(set(y.flatten().tolist()) - set(known.flatten().tolist()))
         if new:
-            raise ValueError(f"held_out has label {new[0]}, which the data never have: the networks cannot know it")
+            raise ValueError(
+                f"held_out has label {new[0]}, which the data never have: the networks cannot know it. Leave such "
+                "examples out, or number the classes alike in both"
+            )

@@ -128,6 +128,13 @@ class ModuleLikelihood:
         self._rest_places = [place for place in places if place[2] in self._rest[self._home]]
         self._put_rest(self._home)
 
+    def other_layer(self, model: nn.Module) -> tuple[str, str] | None:
+        """The first layer of a model that is of another class than here, and that class; dropout does not count."""
+        for theirs, ours in itertools.zip_longest(_layers(model), _layers(self._module), fillvalue="nothing more"):
+            if theirs != ours:
+                return theirs, ours
+        return None
+
     @property
     def recurrent(self) -> str:
         """Path of a recurrent layer; empty if there is none."""
@@ -644,6 +651,12 @@ def _warn(layers: list[str], one: str, several: str, text: str) -> None:
         more = len(layers) - 1
         who = f"{layers[0]} {one}" if not more else f"{layers[0]} and {more} other layer{'s' * (more > 1)} {several}"
         warnings.warn(text.format(who), UserWarning, stacklevel=5)
+
+
+def _layers(model: nn.Module) -> list[str]:
+    """Classes of the layers that have no layers within."""
+    passing = nn.Identity, _DropoutNd
+    return [type(m).__name__ for m in model.modules() if not [*m.children()] and not isinstance(m, passing)]
 
 
 def _to_evaluation(module: nn.Module) -> None:
