@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,11 +66,12 @@ def check_integer(name: str, value: object, least: int, more: str = "") -> None:
 
 def check_positive(what: str, value: object) -> float:
     """The value as a float, or an error that names it."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):  # those of numpy, too
         raise TypeError(f"{what} must be a number, got {value!r}")
-    if not (math.isfinite(value) and value > 0):
+    number = float(value)
+    if not (math.isfinite(number) and number > 0):
         raise ValueError(f"{what} must be positive and finite, got {value!r}")
-    return float(value)
+    return number
 
 
 class DivergedError(RuntimeError):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from isosgd import DivergedError, Posterior, SamplingWarning, Target, priors, sample
+from isosgd import DivergedError, Posterior, SamplingWarning, Target, likelihoods, load, priors, sample
 from isosgd.warmup.base import DRAWS_A_TIME
 
 # Short warm-ups are the rule here, and mostly beside the point; where they are the point they are caught.
@@ -96,6 +96,21 @@ def test_numbers_of_numpy_are_settings_too(data: tuple[Tensor, ...], tmp_path: P
     torch.testing.assert_close(found.draws["mu"], plain.draws["mu"], rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match=r"temperature = -1\.0"):
         sample(target, data, temperature=np.float32(-1))  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_make_a_target(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    x = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
+    for settings in (
+        {"prior": priors.Normal(np.float32(2))},
+        {"weight_decay": np.float32(0.5)},
+        {"weight_decay": {"*": np.int64(1)}, "likelihood": likelihoods.StudentT(df=np.int64(6))},
+    ):
+        target = Target.from_module(model, **{"likelihood": "gaussian", **settings}, num_data=np.int64(60))
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        found = sample(target, (x, x[:, :1]), store=folder, method="sgld", lr=1e-4, **QUICK)
+        assert load(folder, target).num_draws == found.num_draws == QUICK["draws"]
+        assert target.num_data == 60
 
 
 def test_a_start_is_respected(data: tuple[Tensor, ...]) -> None:

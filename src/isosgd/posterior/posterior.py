@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -434,7 +435,7 @@ class Posterior:
         Args:
             temperature: above 1 for less confident predictions; 1 changes nothing.
         """
-        if not isinstance(temperature, int | float) or not (math.isfinite(temperature) and temperature > 0):
+        if not isinstance(temperature, Real) or not (math.isfinite(temperature) and float(temperature) > 0):
             raise ValueError(f"softmax temperature = {temperature!r} must be a positive number; 1 changes nothing")
         if not can_be_scaled(self.view.network and self.view.network.likelihood):
             raise ValueError(

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from numbers import Real
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -376,10 +377,13 @@ class WeightDecay(Prior):
 
     def __post_init__(self) -> None:
         for value in self.decay.values() if isinstance(self.decay, Mapping) else [self.decay]:
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
+            if isinstance(value, bool) or not isinstance(value, Real):
                 raise TypeError(f"weight decay must be a number, got {value!r}")
-            if not (math.isfinite(value) and value >= 0):
+            if not (math.isfinite(value) and float(value) >= 0):
                 raise ValueError(f"weight decay must be finite and at least 0, got {value!r}")
+        decay = self.decay
+        plain = {name: float(x) for name, x in decay.items()} if isinstance(decay, Mapping) else float(decay)
+        object.__setattr__(self, "decay", plain)
         if isinstance(self.decay, Mapping) and not self.decay:
             raise ValueError("WeightDecay: the mapping of decays is empty; give at least {'*': 1e-4}")
 

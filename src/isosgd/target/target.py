@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -62,13 +63,13 @@ class Target:
     ) -> None:
         if not callable(log_likelihood):
             raise TypeError(f"log_likelihood must be a callable (params, batch) -> Tensor[n], got {log_likelihood!r}")
-        if num_data is not None and (isinstance(num_data, bool) or not isinstance(num_data, int)):
+        if num_data is not None and (isinstance(num_data, bool) or not isinstance(num_data, Integral)):
             raise TypeError(f"num_data must be an integer, got {num_data!r}")
         if num_data is not None and num_data < 1:
             raise ValueError(f"num_data = {num_data}: the number of examples must be at least 1")
         if predict is not None and not callable(predict):
             raise TypeError(f"predict must be a callable (params, x), got {predict!r}")
-        self.num_data = num_data
+        self.num_data: int | None = None if num_data is None else int(num_data)
         self._log_likelihood = log_likelihood
         self._prior = as_prior(prior)
         self._patterns = (positive,) if isinstance(positive, str) else tuple(positive)
@@ -76,7 +77,7 @@ class Target:
         self._tempered: Literal["both", "likelihood"] = "both"
         self._own = log_likelihood.extra() if isinstance(log_likelihood, ModuleLikelihood) else {}
         self._checked = False
-        self._prior_num_data = num_data  # for priors that depend on N
+        self._prior_num_data: int | None = self.num_data  # for priors that depend on N
         self._space: Space | None = None
         self._fixed = init is not None
         if init is not None:
