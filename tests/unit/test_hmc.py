@@ -371,6 +371,7 @@ def test_a_run_that_was_stopped_goes_on_the_same(tmp_path: Path) -> None:
         torch.testing.assert_close(again.draws[name], draws, rtol=0, atol=0)
 
 
+@pytest.mark.long
 def test_trajectories_stay_short_where_the_mass_fits() -> None:
     """Distances of single trajectories are noisy: doubled whenever chance has it, they would go round and round."""
     deviations = torch.logspace(-1, 1, 10)

@@ -285,7 +285,8 @@ def moved(structure: Any, count: int, likelihood: Any, how: str, patch: pytest.M
     ("structure", "likelihood"),
     [
         ("lowrank", "gaussian"), ("diagonal", "gaussian"), ("lowrank", likelihoods.Gaussian(0.2)),
-        ("full", "gaussian"), ("lowrank", "student_t"), (LowRank(dtype=torch.bfloat16), "gaussian"),
+        pytest.param("full", "gaussian", marks=pytest.mark.long), ("lowrank", "student_t"),
+        (LowRank(dtype=torch.bfloat16), "gaussian"),
     ],
 )  # fmt: skip
 def test_steps_are_those_without_the_library(
