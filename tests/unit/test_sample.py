@@ -101,16 +101,21 @@ def test_numbers_of_numpy_are_settings_too(data: tuple[Tensor, ...], tmp_path: P
 def test_numbers_of_numpy_make_a_target(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     x = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
-    for settings in (
-        {"prior": priors.Normal(np.float32(2))},
-        {"weight_decay": np.float32(0.5)},
-        {"weight_decay": {"*": np.int64(1)}, "likelihood": likelihoods.StudentT(df=np.int64(6))},
-    ):
-        target = Target.from_module(model, **{"likelihood": "gaussian", **settings}, num_data=np.int64(60))
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        found = sample(target, (x, x[:, :1]), store=folder, method="sgld", lr=1e-4, **QUICK)
-        assert load(folder, target).num_draws == found.num_draws == QUICK["draws"]
-        assert target.num_data == 60
+    settings: tuple[Callable[[Any, Any], dict[str, Any]], ...] = (
+        lambda f, i: {"prior": priors.Normal(f(2))},
+        lambda f, i: {"weight_decay": f(0.5)},
+        lambda f, i: {"weight_decay": {"*": i(1)}, "likelihood": likelihoods.StudentT(df=i(6))},
+    )
+    for k, made in enumerate(settings):
+        ours, plain = (
+            Target.from_module(model, **{"likelihood": "gaussian", **made(f, i)}, num_data=i(60))
+            for f, i in ((np.float32, np.int64), (float, int))
+        )
+        call: dict[str, Any] = {"method": "sgld", "lr": 1e-4, **QUICK}
+        expected = sample(plain, (x, x[:, :1]), store=tmp_path / str(k), **call)
+        found = sample(ours, (x, x[:, :1]), **call)
+        assert torch.equal(found.draws["weight"], expected.draws["weight"])
+        assert load(tmp_path / str(k), ours).num_draws == QUICK["draws"]  # the same target
 
 
 def test_a_start_is_respected(data: tuple[Tensor, ...]) -> None:

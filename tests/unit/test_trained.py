@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from isosgd import DivergedError, SamplingWarning, Target, load, priors, sample
+from isosgd import DivergedError, Posterior, SamplingWarning, Target, load, priors, sample
 from isosgd.sampling.ladder import SCORED_ON_CPU, Rung
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
@@ -657,6 +657,15 @@ def test_one_call_begins_and_resumes_a_stored_run(tmp_path: Path) -> None:
         sample(target_of(model), TRAIN, **{**call, "keep_every": 7})
     with pytest.raises(ValueError, match="with draws='auto' go on with temperature="):
         sample(target_of(model), TRAIN, **{**call, "draws": "auto"})
+
+
+def test_a_posterior_without_draws_cannot_be_compared() -> None:
+    """Such as a stored run that was stopped before its first draw."""
+    model = trained(steps=1)
+    target = target_of(model)
+    none = Posterior(target, {name: x.new_empty(1, 0, *x.shape) for name, x in target.initial().items()}, {})
+    with pytest.raises(ValueError, match="has no draws yet"):
+        none.against_start(*HELD, starts=[model])
 
 
 def test_held_out_examples_that_are_the_training_data_are_warned_of() -> None:
