@@ -196,11 +196,14 @@ def test_several_networks_share_the_chains(network: Any) -> None:
 def test_a_stored_run_of_cycles_is_extended(network: Any, tmp_path: Path) -> None:
     model, data, held_out, _ = network
     target = Target.from_module(model, "categorical", "empirical")
-    short = sample(target, data, starts=[model], held_out=held_out, draws=12, store=tmp_path / "run", **SHORT)
+    sample(target, data, starts=[model], held_out=held_out, draws=12, store=tmp_path / "run", **SHORT)
+    short = isosgd.load(tmp_path / "run", target, as_drawn=True)
     assert short.info["method"] == "csghmc"
-    longer = isosgd.resume(tmp_path / "run", target, data, starts=[model], draws=15, progress=False)
+    before = {name: x.clone() for name, x in short.draws.items()}
+    isosgd.resume(tmp_path / "run", target, data, starts=[model], draws=15, progress=False)
+    longer = isosgd.load(tmp_path / "run", target, as_drawn=True)
     assert longer.num_draws == 15
-    for name, x in short.draws.items():
+    for name, x in before.items():
         torch.testing.assert_close(longer.draws[name][:, :12], x, rtol=0, atol=0)
     assert longer.info["density"] == short.info["density"]
 

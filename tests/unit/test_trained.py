@@ -651,8 +651,9 @@ def test_one_call_begins_and_resumes_a_stored_run(tmp_path: Path) -> None:
     assert again.info["temperature"] == first.info["temperature"] < 1
     longer = sample(target_of(model), TRAIN, **{**call, "draws": 6})
     for name, x in first.draws.items():
-        assert torch.equal(again.draws[name], x) and torch.equal(longer.draws[name][:, :4], x)
-    assert longer.num_draws == 6
+        assert torch.equal(again.draws[name], x)
+    assert longer.num_draws == 1  # so short a run does not help: the draws are the network
+    assert load(tmp_path / "run", as_drawn=True).num_draws == 6
     with pytest.raises(ValueError, match=r"keep_every = 7, but the run in .* was begun with 5"):
         sample(target_of(model), TRAIN, **{**call, "keep_every": 7})
     with pytest.raises(ValueError, match="with draws='auto' go on with temperature="):

@@ -81,10 +81,10 @@ class Run:
     place: str = ""
     damaged: Damaged = "refuse"
 
-    def posterior(self) -> Posterior:
-        """The draws so far."""
+    def posterior(self, as_drawn: bool = False) -> Posterior:
+        """The draws so far, as `isosgd.load` gives them."""
         data = self.data if isinstance(self.data, tuple) else None
-        found = load(self.folder, self.target, data=data, damaged=self.damaged)
+        found = load(self.folder, self.target, data=data, damaged=self.damaged, as_drawn=as_drawn)
         if not len(found):
             none = "has no draws yet" if self.damaged == "refuse" else "has no draws that are whole"
             raise ValueError(f"{self.folder} {none}; `isosgd resume {self.folder}` goes on")

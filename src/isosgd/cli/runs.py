@@ -38,6 +38,7 @@ from isosgd.cli.folders import (
     write_note,
 )
 from isosgd.diagnostics.verdict import Verdict
+from isosgd.posterior.comparison import STARTS
 from isosgd.report.predictions import evaluate, some
 from isosgd.store.manifest import Manifest
 
@@ -207,6 +208,8 @@ def run_diagnose(args: argparse.Namespace) -> int:
     """
     found = open_run(args.run, args.script, args.drop_damaged)
     posterior = found.posterior()
+    if posterior.info.get("method") == STARTS:  # there is nothing to judge but the draws that did not help
+        posterior = found.posterior(as_drawn=True)
     summary = posterior.summary(found.heldout if found.heldout is not None else found.data)
     verdict = posterior.trust(found.data, held_out=found.heldout)
     if args.json:

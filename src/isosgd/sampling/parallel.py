@@ -200,4 +200,4 @@ def _shared(
     lost = {o.first: e for o in all_results for e in o.failures.values()}
     report_end(plan, {**lost, **failures}, all_results, warns=ranks.rank == 0)
     assert request.store is not None
-    return load(request.store, request.target, data=request.tensors)
+    return load(request.store, request.target, data=request.tensors, as_drawn=True)

@@ -240,7 +240,7 @@ class OnDisk(Recorder):
         return self._load()
 
     def _load(self) -> Posterior:
-        return load(self.writer.folder, self.request.target, data=self.request.tensors)
+        return load(self.writer.folder, self.request.target, data=self.request.tensors, as_drawn=True)
 
     def interrupted(self) -> Interrupted:
         """The error to raise on Ctrl-C, after pending draws have been written."""
@@ -279,7 +279,7 @@ def keep_at_once(request: RunRequest, info: Info, draw: Callable[[], Posterior])
         if writer is not None:
             with closing(writer):
                 _write_all(writer, draw())
-        return load(request.store, request.target, data=request.tensors)
+        return load(request.store, request.target, data=request.tensors, as_drawn=True)
     except KeyboardInterrupt:
         raise Interrupted("stopped; baselines draw at the end, so that nothing had been drawn", None) from None
 

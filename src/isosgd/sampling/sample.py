@@ -22,9 +22,10 @@ from isosgd.sampling.parallel import check_call
 from isosgd.sampling.request import described
 from isosgd.sampling.run import Checked, draw_at, only_check
 from isosgd.sampling.settings import check_device, check_seconds, check_settings, takes_numpy_numbers
-from isosgd.sampling.starts import as_starts, own_network
+from isosgd.sampling.starts import as_starts, own_network, set_aside
 from isosgd.sampling.stored import load, settings_of
 from isosgd.sampling.trained import DRAWS, TrainedRun
+from isosgd.sampling.weights import Weights, weighted
 from isosgd.store import Manifest
 from isosgd.target import Target
 
@@ -191,12 +192,14 @@ def sample(
             **{**common, "method": method or "isgd"}, **{**of_run, "draws": 100 if draws is None else draws}, **options,
         )  # fmt: skip
     of_run["draws"] = DRAWS if draws is None else draws
+    number = max(chains, len(networks))
     known = 1.0 if temperature is None or temperature == "auto" else temperature
     check_settings(method or "isgd", of_run["draws"], chains, keep_every, warmup, known)
     if temperature not in (None, "auto") and held_out is not None and draws != "auto":
         raise ValueError(
             f"held_out= goes with temperature='auto' or draws='auto', not with temperature = {temperature!r}"
         )
+    drawn: Posterior | None = None
     if resume and store is not None and temperature in (None, "auto") and Manifest.begun(Path(store)):
         # The temperature is known: the run goes on as it was begun.
         if ranks is not None or draws == "auto":
@@ -206,14 +209,19 @@ def sample(
                 f"temperature={settings_of(store)[0].get('temperature')}, and without held_out="
             )
         given = {**common, "keep_every": keep_every, "warmup": warmup, "store_dtype": store_dtype, **options}
-        _check_as_begun(store, given | {"chains": max(chains, len(networks))})
+        _check_as_begun(store, given | {"chains": number})
         every = {"transform": transform, "max_seconds": max_seconds, "log": log}
         more: dict[str, Any] = {name: value for name, value in every.items() if value is not None}
-        return go_on(store, target, data, starts=starts, device=device, progress=progress, draws=draws, **more)
-    return TrainedRun(
-        target, data, networks, temperature, max(chains, len(networks)), held_out, ladder, keep_every, warmup,
-        common, of_run, options,
-    ).posterior()  # fmt: skip
+        rest, _ = set_aside(held_out, data, target, seed)
+        found = _continued(store, target, rest, starts=starts, device=device, progress=progress, draws=draws, **more)
+        weights = Weights.read(Manifest.read(Path(store)))
+        if held_out is None or not len(found) or (weights is not None and weights.of == found.num_draws):
+            return weighted(found, weights)
+        drawn = found
+    run = TrainedRun(
+        target, data, networks, temperature, number, held_out, ladder, keep_every, warmup, common, of_run, options
+    )
+    return run.posterior() if drawn is None else run.weighted(drawn, settings_of(cast(str, store))[0]["temperature"])
 
 
 def _check_as_begun(store: str | Path, given: dict[str, Any]) -> None:
@@ -274,6 +282,19 @@ def resume(
         30
         >>> folder.cleanup()
     """
+    drawn = _continued(
+        path, target, data, init=init, starts=starts, device=device, progress=progress, draws=draws, budget=budget,
+        **options,
+    )  # fmt: skip
+    return weighted(drawn, Weights.read(Manifest.read(Path(path))))
+
+
+def _continued(
+    path: str | Path, target: Target, data: Any, *, init: Start = None, starts: Any = None,
+    device: torch.device | str | None = None, progress: bool = True, draws: int | None = None,
+    budget: int | None = None, **options: Any,
+) -> Posterior:  # fmt: skip
+    """The draws of a stored run that goes on, as drawn."""
     if parts := Manifest.read(Path(path)).parts:
         if options.get("parallel") is not None:
             raise ValueError(
@@ -282,11 +303,11 @@ def resume(
                 "ranks by sample(..., parallel=..., store=..., resume=True)"
             )
         for part in parts:
-            resume(
+            _continued(
                 Path(path) / part, target, data, init=init, starts=starts, device=device, progress=progress,
                 draws=draws, budget=budget, **options,
             )  # fmt: skip
-        return load(path, target, data=as_tensors(data, target.dtype))
+        return load(path, target, data=as_tensors(data, target.dtype), as_drawn=True)
     settings, opaque = settings_of(path)
     given = settings.pop("options")
     if fixed := sorted(settings.keys() & options.keys()):
@@ -308,6 +329,3 @@ def resume(
         target, data, init=init, starts=starts, device=device, progress=progress, store=path, resume=True,
         **settings, **{**given, **options},
     )  # fmt: skip
-
-
-go_on = resume  # under a name that is no argument of `sample`

@@ -12,6 +12,7 @@ from isosgd.differences import as_lines, differences
 from isosgd.errors import listed, warn_caller
 from isosgd.posterior import Posterior
 from isosgd.sampling.request import complete_identity, fingerprint
+from isosgd.sampling.weights import Weights, weighted
 from isosgd.store import DamagedError, Manifest, Shards, StoredDraws, StoredState, StoreError
 from isosgd.store.draws import Damaged, check_file, look, read_tensors
 from isosgd.store.files import plain, unpack
@@ -29,10 +30,14 @@ def load(
     chains: Sequence[int] | None = None,
     verify: bool = False,
     damaged: Damaged = "refuse",
+    as_drawn: bool = False,
 ) -> Posterior:
     """Open the draws of a run that was written by ``sample(..., store=path)``, finished, running or stopped.
 
     Draws are read when they are needed. The SHA-256 of a shard is checked when it is first used.
+
+    Of a run around trained networks (``starts=``) that held-out examples have judged, the result is what `sample`
+    returned: the networks have their weight among the draws, and predictions are calibrated.
 
     Args:
         path: folder of the run; or folders of several runs of the same target with different seeds, which become one
@@ -45,6 +50,7 @@ def load(
         verify: check the SHA-256 of all shards now.
         damaged: ``refuse`` raises an error that names a damaged shard when it is first used; ``drop`` checks all shards
             now, warns of damaged ones, and leaves their draws out.
+        as_drawn: the draws of the chains alone, whatever held-out examples said of them.
 
     Returns:
         The draws, read when they are needed. ``info["complete"]`` says whether the run is finished.
@@ -86,7 +92,8 @@ def load(
         "store": str(path) if isinstance(path, str | Path) else [str(one) for one in path],
     }
     buffers = StoredDraws(shards, draws.chains or None, buffers=True)
-    return Posterior(target, draws, info, data, buffers, _starts(folder, manifest, damaged, verify))
+    found = Posterior(target, draws, info, data, buffers, _starts(folder, manifest, damaged, verify))
+    return found if as_drawn else weighted(found, Weights.read(manifest))
 
 
 def _starts(folder: Path, manifest: Manifest, damaged: Damaged, verify: bool) -> list[StoredState] | None:
@@ -106,9 +113,12 @@ def _starts(folder: Path, manifest: Manifest, damaged: Damaged, verify: bool) ->
 
 def opened(path: str | Path | Sequence[str | Path]) -> tuple[Path, Manifest]:
     """Folder and manifest of a run; several runs become one manifest with absolute file names."""
-    if isinstance(path, str | Path) and not (manifest := Manifest.read(Path(path))).parts:
+    if not isinstance(path, str | Path):
+        return Path(), joined(folders_of(path))
+    manifest = Manifest.read(Path(path))
+    if not manifest.parts:
         return Path(path), manifest
-    return Path(), joined(folders_of([path] if isinstance(path, str | Path) else path))
+    return Path(), replace(joined(folders_of([path])), weights=manifest.weights)
 
 
 def folders_of(runs: Sequence[str | Path]) -> list[Path]:
@@ -130,6 +140,12 @@ def joined(folders: Sequence[Path]) -> Manifest:
     if len(whole.info["seed"]) == 1:
         (whole.info["seed"],) = whole.info["seed"]
     whole.shards, whole.lost, whole.checkpoints, end = [], {}, {}, 0
+    whole.weights = {}  # of one run; all together were not judged
+    if any(manifest.weights for manifest in manifests):
+        warn_caller(
+            "held-out examples weighted the draws of each run on its own: together they are shown as drawn. "
+            "posterior.with_starts(share) and posterior.calibrated(x_val, y_val) weight and calibrate them"
+        )
     starts: dict[str, File] = {}  # by SHA-256: runs may have started at the same network
     for folder, manifest in zip(folders, manifests, strict=True):
         numbers = _numbers(manifest)
@@ -293,7 +309,8 @@ def merge(runs: Sequence[str | Path], out: str | Path, target: Target | None = N
 def write_parts(folder: Path, parts: Sequence[str]) -> None:
     """Write the manifest of a run that consists of parts in its folder."""
     first = Manifest.read(folder / parts[0])
-    Manifest(first.info, first.identity, first.tensors, parts=list(parts)).write(folder)
+    before = Manifest.read(folder).weights if (folder / NAME).exists() else {}
+    Manifest(first.info, first.identity, first.tensors, parts=list(parts), weights=before).write(folder)
 
 
 BY_CHAIN = ("keep_every", "warmup", "rates")

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ from isosgd.sampling.ladder import (
 from isosgd.sampling.run import Checked, draw_at
 from isosgd.sampling.settings import HEATED, check_heating
 from isosgd.sampling.starts import set_aside
+from isosgd.sampling.weights import Weights, starts_alone
+from isosgd.store import Manifest
 from isosgd.target import Target
 from isosgd.target.batches import batch_length, tree_map, with_tensors
 from isosgd.target.likelihoods import Bernoulli, Categorical, Heteroscedastic
@@ -270,24 +273,29 @@ class TrainedRun:
             if not choice.held_out:
                 _repeat(held_back)
                 return found
-            counts = [found.num_draws] if self.by_noise else parts_of(found.num_draws)
-            judged = self._judged(choice.temperature, found, counts)
-            count = counts[judged.part] if judged.part else None
-            choice = replace(choice, judged=judged, runs=(*choice.runs, judged))
-            found.info |= self._about(choice)
-            good = self._of_rank_0(self._is_better(choice, judged))
-            if self.store is not None:
+            choice, judged, count, good = self._judged(choice, found)
+            if good or self.store is not None:
                 _repeat(held_back)
-                self._advise(choice, judged, good, count)
-                return found
             if good:
-                _repeat(held_back)
                 if begin and self.ladder.optimised:
                     choice = replace(choice, reason=f"{choice.reason}; chains began with an initial optimisation")
                 return self._with_starts(choice, judged, found, early, count)
+            if self.store is not None:  # a second run would begin another store
+                return self._starts_alone(self._after(choice, judged, 0), found)
             choice, begin = self._in_time(self._after(choice, judged, warmup), began), {}
             choice = replace(choice, temperature=self._of_rank_0(choice.temperature))
         return self._starts_alone(choice)
+
+    def weighted(self, drawn: Posterior, temperature: float) -> Posterior:
+        """The draws of a stored run that was begun before, as held-out examples weight them."""
+        assert self.held_out is not None
+        self.ladder = self._make_ladder()
+        held_out, reason = len(self.ladder.beside), drawn.info.get("temperature_choice", {}).get("reason", "given")
+        choice = Choice(temperature, reason, held_out=held_out, **self.ladder.about_starts)
+        choice, judged, count, good = self._judged(choice, drawn)
+        if good:
+            return self._with_starts(choice, judged, drawn, None, count)
+        return self._starts_alone(self._after(choice, judged, 0), drawn)
 
     # -- the temperature ----------------------------------------------------------------------------------------------
 
@@ -298,21 +306,10 @@ class TrainedRun:
         if self.held_out is None:
             own = 1.0 if self.by_noise else COLD
             return Choice(own, f"T = {own:g} by default: no examples were held out (held_out=) to choose by")
-        now = time.monotonic()
-        late = math.inf if self.deadline is None else now + LADDER_SHARE * (self.deadline - now)
-        chains = len(self.starts) if self.ranks else self.chains
         coldest, hottest = self.temperatures[0], self.temperatures[-1]
         tried = f"temperatures from {coldest:g} to" if coldest < hottest else "T ="
         tell(f"trying {tried} {hottest:g} on {batch_length(self.held_out):,} held-out examples", self.shows)
-        starts = [self.starts[k % len(self.starts)] for k in range(chains)]  # of each chain
-        optimises = None if self.cycles else self.continues and self.alone
-
-        def trial(temperature: float, place: Place, optimise: bool) -> tuple[Posterior, Place]:
-            return self._trial(temperature, place, optimise, chains, late)
-
-        self.ladder = Ladder(
-            trial, self.target, starts, len(self.starts), self.held_out, late, self.device, optimises, self.shows
-        )
+        self.ladder = self._make_ladder()
         if coldest < hottest or self.descends:
             choice = self.ladder.descend(coldest) if self.descends else self.ladder.climb(self.temperatures)
             self.place = self.ladder.places.get(choice.temperature, self.place)
@@ -321,6 +318,22 @@ class TrainedRun:
             return choice
         reason = f"T = {coldest:g}, the only one to try"
         return Choice(coldest, reason, held_out=len(self.ladder.beside), **self.ladder.about_starts)
+
+    def _make_ladder(self) -> Ladder:
+        """The ladder, which has scored the starts."""
+        assert self.held_out is not None
+        now = time.monotonic()
+        late = math.inf if self.deadline is None else now + LADDER_SHARE * (self.deadline - now)
+        chains = len(self.starts) if self.ranks else self.chains
+        starts = [self.starts[k % len(self.starts)] for k in range(chains)]  # of each chain
+        optimises = None if self.cycles else self.continues and self.alone
+
+        def trial(temperature: float, place: Place, optimise: bool) -> tuple[Posterior, Place]:
+            return self._trial(temperature, place, optimise, chains, late)
+
+        return Ladder(
+            trial, self.target, starts, len(self.starts), self.held_out, late, self.device, optimises, self.shows
+        )
 
     def _trial(
         self, temperature: float, place: Place, optimise: bool, chains: int, late: float
@@ -416,13 +429,23 @@ class TrainedRun:
 
     # -- judgement by held-out examples -------------------------------------------------------------------------------
 
-    def _judged(self, temperature: float, found: Posterior, counts: Sequence[int]) -> Rung:
-        """The score of starts and draws together, with the number of draws that predicts held-out examples best."""
+    def _judged(self, choice: Choice, found: Posterior) -> tuple[Choice, Rung, int | None, bool]:
+        """Held-out examples judge starts and draws together.
+
+        Returns:
+            The choice with the score, the score, how many first draws predict best (None for all), and whether the
+            result is surely better than the starts.
+        """
         assert self.held_out is not None
+        counts = [found.num_draws] if self.by_noise else parts_of(found.num_draws)
         after, beside = densities(found, self.held_out, self.device, counts), self.ladder.beside
         if self.by_noise:  # among draws a start has their noise scale; alone, the one that suits it best
             beside = densities(found.start_draws(), self.held_out, self.device)
-        return Rung.of(temperature, self.ladder.alone, beside, after, apart=True)
+        judged = Rung.of(choice.temperature, self.ladder.alone, beside, after, apart=True)
+        choice = replace(choice, judged=judged, runs=(*choice.runs, judged))
+        found.info |= self._about(choice)
+        count = counts[judged.part] if judged.part else None
+        return choice, judged, count, self._of_rank_0(self._is_better(choice, judged))
 
     def _is_better(self, choice: Choice, judged: Rung, short: float = 0.0, by_few: bool = False) -> bool:
         """Whether it is surely better than the starts, or would be if its NLL were lower by ``short`` of theirs.
@@ -474,18 +497,20 @@ class TrainedRun:
     ) -> Posterior:
         """The draws, or the first ``count`` of each chain, with the starts among them, calibrated."""
         part = found if count is None else self._first(count, found, early)
-        both = part.with_starts(judged.share)
+        weights = Weights(judged.share, judged.softmax_temperature, None, part.num_draws, {})
+        both = weights.applied(part)
         share = both.info.get("from_start", 0) / both.num_draws
         what = f"the starts have a weight of {share:.2g} in predictions; after the run NLL {judged.nll:.4g}"
         if judged.softmax_temperature != 1:
-            both = both.at_softmax_temperature(judged.softmax_temperature)
             what += f" at the softmax temperature {judged.softmax_temperature:.2g}"
         if count is not None:
             what += f", by the first {count} of {found.num_draws} draws"
         what += f" (the start {judged.nll - judged.difference:.4g}; each half is scored by the choices of the other)"
         warn_of_end(judged.softmax_temperature)
         tell(f"held-out examples: {what}", self.shows)
-        both.info |= {**self.spent, **self._about(replace(choice, reason=f"{choice.reason}; {what}"))}
+        about = self._about(replace(choice, reason=f"{choice.reason}; {what}"))
+        both.info |= {**self.spent, **about} if self.store is None else about
+        self._keep(replace(weights, draws=count, of=found.num_draws, choice=about["temperature_choice"]))
         return both
 
     def _first(self, count: int, found: Posterior, early: Posterior | None) -> Posterior:
@@ -495,30 +520,31 @@ class TrainedRun:
         part.info.pop("stopped", None)  # it is about all draws
         return part
 
-    def _advise(self, choice: Choice, judged: Rung, good: bool, count: int | None) -> None:
-        """Warn which draws and starts predict best, since a stored run has only its own draws."""
-        some = "" if count is None else f".select(draws=slice({count}))"
-        scale = judged.softmax_temperature if good else choice.start_softmax_temperature
-        advice = f"posterior{some}.with_starts({judged.share:g}, starts)" if good else "the starts"
-        advice += f" at the softmax temperature {scale:.2g}" if scale != 1 else ""
-        warn_caller(f"the held-out examples are predicted best by {advice}: a stored run has its own draws alone")
+    def _keep(self, weights: Weights) -> None:
+        """Write to the store how to predict with its draws."""
+        if self.store is not None and (self.ranks is None or self.ranks.rank == 0):
+            manifest = Manifest.read(Path(self.store))
+            manifest.weights = weights.as_dict()
+            manifest.write(Path(self.store))
 
-    def _starts_alone(self, choice: Choice) -> Posterior:
-        """The starts, calibrated, since no draws are better."""
+    def _starts_alone(self, choice: Choice, drawn: Posterior | None = None) -> Posterior:
+        """The starts, calibrated, since no draws are better; ``drawn`` are in the store."""
         stored = "" if self.store is None else f"; nothing was written to {self.store}"
-        size: dict[str, Any] = {"chains": len(self.starts), "draws": 1}
+        if drawn is not None:
+            stored = f"; isosgd.load({str(self.store)!r}, target, as_drawn=True) has the draws of the chains"
         if (scale := choice.start_softmax_temperature) != 1:
-            size["softmax_temperature"] = scale
             scaled = f"predicted at the softmax temperature {scale:.2g} (NLL {choice.calibrated_nll:.4g})"
             choice = replace(choice, reason=f"{choice.reason}, {scaled}")
         warn_of_end(scale)
         warn_caller(choice.reason + stored)
-        found = start_posterior(self.target, self.starts)
+        about = self._about(choice)
+        if drawn is not None:
+            weights = Weights(1.0, scale, None, drawn.num_draws, about["temperature_choice"])
+            self._keep(weights)
+            return weights.applied(drawn)
         engine = {"engine": self.engine} if self.engine else {}
-        density = "none: no run was better, and the draws are the trained networks"
-        info = {**found.info, **self.spent, **engine, **size, "density": density, "complete": True}
-        info |= self._about(choice)
-        return Posterior(self.target, found.draws, info, as_tensors(self.data), found.buffers, list(self.starts))
+        info = {**self.spent, **engine, "complete": True, **about}
+        return starts_alone(start_posterior(self.target, self.starts), self.starts, info, as_tensors(self.data), scale)
 
     def _about(self, choice: Choice) -> dict[str, Any]:
         return {"temperature_choice": choice.as_dict(), "starts": len(self.starts)}

@@ -104,6 +104,7 @@ class Manifest:
         seconds: time so far.
         number: of the next checkpoint.
         parts: subfolders that are runs of their own and make up this run, which then has no files.
+        weights: what held-out examples say of the draws and the starts (`isosgd.sampling.weights`); empty if nothing.
     """
 
     info: dict[str, Any]
@@ -119,6 +120,7 @@ class Manifest:
     seconds: float = 0.0
     number: int = 0
     parts: list[str] = field(default_factory=list)
+    weights: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Replace the manifest file."""
@@ -136,6 +138,7 @@ class Manifest:
             "seconds": self.seconds,
             "number": self.number,
             **({"parts": self.parts} if self.parts else {}),
+            **({"weights": plain(self.weights)} if self.weights else {}),
             "shards": [shard.as_dict() for shard in self.shards],
         }
         write_file(folder / NAME, [b'{"sha256":"', _digest(body).encode(), b'",\n', _lines(body)[1:], b"\n"])
@@ -200,6 +203,7 @@ def _parsed(body: dict[str, Any]) -> Manifest:
         seconds=body["seconds"],
         number=body["number"],
         parts=[_ours(PART_NAME, name) for name in body.get("parts", [])],
+        weights=unpack(body.get("weights", {})),
     )
 
 
