@@ -13,7 +13,7 @@ tensor([[1.]])
 from isosgd import noise
 from isosgd.data import DataSets
 from isosgd.diagnostics.audit import audit
-from isosgd.errors import DivergedError, RankError, SamplingWarning
+from isosgd.errors import DivergedError, OutOfTimeError, RankError, SamplingWarning
 from isosgd.posterior import Comparison, Posterior, Prediction
 from isosgd.samplers import ISGD, METHODS, PRESETS, SGHMC, SGLD, SGNHT, VSGD, Sampler
 from isosgd.sampling import LLC, Collector, Interrupted, llc, load, merge, methods, resume, sample
@@ -37,6 +37,7 @@ __all__ = [
     "DivergedError",
     "GroupReport",
     "Interrupted",
+    "OutOfTimeError",
     "Posterior",
     "Prediction",
     "RankError",

@@ -104,6 +104,10 @@ class DivergedError(RuntimeError):
         self.gradients = step
 
 
+class OutOfTimeError(DivergedError):
+    """A chain was stopped by ``max_seconds`` before its warm-up had measured what the first draw needs."""
+
+
 class RankError(RuntimeError):
     """Something went wrong on another rank, or it does not answer.
 

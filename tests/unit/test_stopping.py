@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from isosgd import DataSets, Interrupted, Posterior, Target, likelihoods, load, priors, resume, sample
+from isosgd import DataSets, Interrupted, OutOfTimeError, Posterior, Target, likelihoods, load, priors, resume, sample
 from isosgd.sampling.stopping import looks
 
 Y = torch.randn(80, generator=torch.Generator().manual_seed(0))
@@ -79,6 +79,26 @@ def test_a_gap_between_draws_ends_with_the_time(keep_every: int) -> None:
 
 
 @pytest.mark.long
+def test_a_time_that_ends_before_noise_is_measured_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The whole call is bounded, not only what comes after the first measurement; a stored run goes on."""
+    monkeypatch.setattr("isosgd.sampling.loop.GRACE", 0.2)
+    delay = 0.02
+
+    def slow(params: dict[str, Tensor], batch: Any) -> Tensor:
+        time.sleep(delay)
+        return -0.5 * (batch[0] - params["mu"]) ** 2
+
+    slow_target, began = Target(slow, priors.Normal(10.0), init={"mu": 0.0}), time.monotonic()
+    run: dict[str, Any] = {"draws": 5, "keep_every": 1, "warmup": 400, "compile": False, "progress": False}
+    with pytest.raises(OutOfTimeError, match=r"over after \d+ gradients of the warm-up \(.*\), .* give more time"):
+        sample(slow_target, (Y,), max_seconds=0.3, store=tmp_path / "run", **run)
+    assert (
+        time.monotonic() - began < 0.3 + 0.2 + 20 * delay + 2.0
+    )  # what comes before the first gradient takes time, too
+    delay = 0.0
+    assert resume(tmp_path / "run", slow_target, (Y,), progress=False).num_draws == 5
+
+
 @pytest.mark.filterwarnings("ignore:.*did not settle; max_seconds:isosgd.SamplingWarning")  # on a busy machine
 def test_nothing_is_compiled_in_a_short_time() -> None:
     found = sample(target(), (Y,), draws=20, chains=200, batch_size=80, max_seconds=50.0, progress=False, seed=1)

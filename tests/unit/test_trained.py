@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from isosgd import DivergedError, Posterior, SamplingWarning, Target, load, priors, sample
+from isosgd import DivergedError, OutOfTimeError, Posterior, SamplingWarning, Target, load, priors, sample
 from isosgd.sampling.ladder import SCORED_ON_CPU, Rung
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
@@ -517,6 +517,36 @@ def test_time_is_bounded_and_what_was_drawn_is_kept() -> None:
     assert time.monotonic() - began < 10
     assert 1 <= posterior.num_draws < 100_000 and posterior.info["draws"] == posterior.num_draws
     assert posterior.info["stopped"].startswith("max_seconds")
+
+
+class SlowToTrain(nn.Module):
+    """Takes 50 ms for a minibatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) != len(HELD[0]):
+            time.sleep(0.05)
+        found: Tensor = self.last(self.first(x).relu())
+        return found
+
+
+@pytest.mark.parametrize("ladder", [None, [0.1]])
+def test_where_no_trial_can_draw_in_time_the_network_comes_back(
+    ladder: list[float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isosgd.sampling.loop.GRACE", 0.2)
+    torch.manual_seed(0)
+    model, began = SlowToTrain(), time.monotonic()
+    run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False, "max_seconds": 0.5, "chains": 3}
+    found = sample(target_of(model), TRAIN, starts=[model], held_out=HELD, ladder=ladder, **run)
+    assert time.monotonic() - began < 4.0  # 200 gradients of each chain would take 30 seconds
+    assert "max_seconds was over before" in found.info["temperature_choice"]["reason"]
+    assert found.against_start(*HELD).ratio <= 1.001
+    with pytest.raises(OutOfTimeError, match="give more time or fewer chains"):  # nothing says what to fall back on
+        sample(target_of(model), TRAIN, starts=[model], temperature=0.1, **run)
 
 
 class SlowToScore(nn.Module):

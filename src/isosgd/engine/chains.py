@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from isosgd.engine.compiled import bytes_of
 from isosgd.engine.curvature import Curvature, Stiffness
 from isosgd.engine.gradients import Found, Layout, Many, Parted, Single, stacked
 from isosgd.engine.ranks import Ranks
-from isosgd.errors import DivergedError, RankError
+from isosgd.errors import DivergedError, OutOfTimeError, RankError
 from isosgd.geometry import Full, Geometry
 from isosgd.samplers import ISGD, Sampler
 from isosgd.samplers.hmc import HMC
@@ -137,7 +137,7 @@ class Chains:
         self.own_buffers: list[str] | None = None  # names of those kept with draws, once there was a draw
         self.trained = False  # whether they start at a trained network, which needs no initial optimisation
         self.warmed = False  # whether they continue from chains whose noise and curvature were measured
-        self.deadline = math.inf  # of the warm-up, by `time.monotonic`
+        self.deadline = self.latest = math.inf  # of the warm-up, by `time.monotonic`: to end early, and to give up
         self.heating: Heat | None = None
         self._before: list[Tensor] | None = None  # the last gradient, if noise is the difference of two
         self.graph: GraphGradients | None = None  # minibatches and gradients as CUDA graphs
@@ -594,6 +594,19 @@ class Chains:
         if self.many is None:
             return torch.isfinite(torch.stack([loss[0], *torch._foreach_norm(list(gradients))]).sum()).unsqueeze(0)
         return torch.isfinite(loss + sum(g.reshape(self.count, -1).sum(-1) for g in gradients)) & self.alive
+
+    def give_up(self, stage: str) -> NoReturn:
+        """Raise, since ``max_seconds`` is over in a ``stage`` of the warm-up, after which no draw is possible yet."""
+        natural = self.natural()
+        for k in range(self.count):
+            self.failures[k] = OutOfTimeError(
+                f"max_seconds was over after {self.gradients} gradients of the warm-up ({stage}), before a first draw "
+                "was possible: give more time or fewer chains",
+                step=self.gradients,
+                group=None,
+                state={name: x[k].clone() for name, x in natural.items()},
+            )
+        raise self.failures[0]
 
     def drop(self, chains: Tensor, loss: Tensor, gradients: Sequence[Tensor]) -> None:
         """Drop chains before a bad gradient moves them; raise if none is left."""

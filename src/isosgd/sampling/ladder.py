@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from isosgd.data.sources import Tensors
-from isosgd.errors import DivergedError, SamplingWarning
+from isosgd.errors import DivergedError, OutOfTimeError, SamplingWarning
 from isosgd.posterior import Posterior
 from isosgd.posterior.calibration import FEW, Densities, best_temperature
 from isosgd.posterior.comparison import STARTS, stacked
@@ -355,8 +355,9 @@ class Ladder:
         """Try a temperature, then colder ones, until draws alone are not much worse than the starts."""
         place = Place(self.starts)
         for k in range(DESCENTS):
-            if self.found and self._late():
-                return self._choice(self._best, more="; max_seconds ended before a colder one")
+            if k and self._late():
+                best, more = (self._best, "; max_seconds ended before a colder one") if self.found else (None, "")
+                return self._choice(best, more=more)
             rung = self._try(temperature, place)
             if rung is not None and not k and self._untrained(rung):
                 rung = self._optimise(rung)
@@ -417,6 +418,8 @@ class Ladder:
                 warnings.simplefilter("ignore", SamplingWarning)  # a rung is short by design
                 posterior, end = self.run(temperature, place, optimise)
             after = self._scored(posterior)
+        except OutOfTimeError:
+            return None
         except DivergedError:
             after = None
         if after is None or not bool(after.values.isfinite().all()):
@@ -445,6 +448,9 @@ class Ladder:
             "diverged": tuple(sorted(self.diverged)),
             "seconds": time.monotonic() - self.began,
         }
+        if best is None and not self.diverged:
+            reason = "max_seconds was over before a first trial could draw: the draws are the starts"
+            return Choice(0.0, reason, **known)
         if best is None:
             tried = ", ".join(f"{t:.3g}" for t in sorted(self.diverged))
             return Choice(0.0, f"every temperature of {tried} diverged: the draws are the starts{more}", **known)

@@ -23,7 +23,7 @@ from isosgd.engine.leapfrog import LeapfrogMultiStep
 from isosgd.engine.multistep import MultiStep
 from isosgd.engine.ranks import Ranks
 from isosgd.engine.state import AS_IS, load_state, moved, state_of, take_over
-from isosgd.errors import DivergedError
+from isosgd.errors import DivergedError, OutOfTimeError
 from isosgd.progress import Progress
 from isosgd.sampling.plan import ChainsResult, DrawPlan, State, report_from
 from isosgd.sampling.recorders import Recorder
@@ -37,6 +37,7 @@ MULTI_STEP_FROM = 4_000  # steps from which it pays to compile several in a call
 SINGLE_CHAIN = 5  # ... times this for one chain, whose single steps take less time
 MEMORY_FOR_ANOTHER = 1.5  # free GPU memory that another chain needs, relative to what a chain takes
 QUICK = 0.1  # seconds in which it is not worth to look at the clock
+GRACE = 2.0  # seconds after the time limit, in which a warm-up may still come to a first draw
 WARMUP_TIME = 0.5  # share of the time limit after which the warm-up begins no further window
 
 Note = Callable[[int, Tensor, dict[str, Any], int], None]
@@ -179,8 +180,9 @@ class _Drawing:
         try:
             gap = self._warm_up(None if saved is None else moved(saved, self.chains.alive.device))
             yield from self._draw(gap, saved)
-        except DivergedError:
-            pass  # of every chain, as `chains.failures` says
+        except DivergedError as error:  # of every chain, as `chains.failures` says
+            if isinstance(error, OutOfTimeError) and self.recorder.request.store is not None:
+                raise  # the chain can go on
         self._finish()
 
     def _warm_up(self, saved: State | None) -> float:
@@ -190,6 +192,7 @@ class _Drawing:
         drawn_before = sum(ended.drawn * ended.count for ended in self.recorder.results)
         self.deadline = plan.deadline_of(chains.count, self.group, drawn_before)
         chains.deadline = time.monotonic() + WARMUP_TIME * (self.deadline - time.monotonic())
+        chains.latest = plan.latest + GRACE
         if plan.heated is not None:
             chains.heating = Heat(plan.draws, self.deadline, plan.heated.setdefault((self.first, chains.count), {}))
         self.multi_step = leapfrogs = _leapfrog_steps(chains, plan, self.bar)

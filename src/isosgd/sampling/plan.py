@@ -37,6 +37,7 @@ class DrawPlan:
         held_out: inputs at which the convergence of predictions is judged.
         trained: whether chains start at trained networks.
         deadline: when to end, by `time.monotonic`; chains that run in turn share the remaining time equally.
+        latest: when to give up a warm-up that cannot draw yet.
         scoring: seconds to reserve before the deadline for each draw of a chain, to score it.
         here: number of chains that this process draws; all when None.
         begin: states to start from, by the first chain.
@@ -59,6 +60,7 @@ class DrawPlan:
     here: int | None = None
     begin: Mapping[int, State] = field(default_factory=dict)
     ends: dict[int, State] | None = None
+    latest: float = math.inf
     scoring: float = 0.0
     heated: dict[tuple[int, int], State] | None = None
     most_side_by_side: int = 1

@@ -6,6 +6,7 @@ and a recorder (`isosgd.sampling.recorders`) stores each draw and makes the `Pos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from contextvars import ContextVar
@@ -78,6 +79,7 @@ def draw_at(
     transform: Transform | None = None,
     trained: bool = False,
     deadline: float | None = None,
+    latest: float | None = None,
     scoring: float = 0.0,
     about_choice: dict[str, Any] | None = None,
     ranks: Ranks | None = None,
@@ -94,6 +96,7 @@ def draw_at(
     Args (beside those of `sample`):
         trained: whether chains start at trained networks.
         deadline: when to end, by `time.monotonic`.
+        latest: when to give up a warm-up that cannot draw yet; by default at the deadline.
         scoring: seconds before the deadline to reserve for each draw, to score it.
         about_choice: added to ``info``.
         first_chain: index of the first chain, if these chains are a part of a run over several processes.
@@ -165,6 +168,7 @@ def draw_at(
     plan = DrawPlan(
         most, keep_every, warmup, noise_every(remaining), schedule.count, after, auto=draws == "auto",
         chains_per_set=schedule.chains, held_out=watched, trained=trained, deadline=deadline,
+        latest=next((end for end in (latest, deadline) if end is not None), math.inf),
         here=None if numbers is None else len(numbers), begin=begin or {}, ends=ends, scoring=scoring,
         heated=({} if reached is None else reached) if heated else None, most_side_by_side=schedule.most_side_by_side,
     )  # fmt: skip

@@ -126,8 +126,9 @@ def sample(
         ladder: temperatures to try with ``temperature="auto"``, by I-SGD. By default 0.3 (0.03 with cycles), and lower
             ones if that does harm; only 1 if the likelihood samples the scale of its noise, which a lower temperature
             would make too small.
-        max_seconds: limit on the time of the whole call: initial optimisation, warm-up and sampling end early. The
-            first measurement of the noise, some hundred gradients, and at least one draw of each chain are taken.
+        max_seconds: limit on the time of the whole call: initial optimisation, warm-up and sampling end early, with at
+            least one draw of each chain. If the warm-up has not come so far two seconds after the limit, the chain is
+            given up.
         transform: a function ``(batch, generator) -> batch`` that is applied to every minibatch on its device, such as
             augmentation or a change of dtype. It must keep the number of examples and take its random numbers from the
             generator. It is not applied in predictions.
@@ -145,6 +146,7 @@ def sample(
 
     Raises:
         DivergedError: when the loss or gradient of every chain became non-finite.
+        OutOfTimeError: when ``max_seconds`` was over before a draw was possible.
         isosgd.Interrupted: on Ctrl-C, a `KeyboardInterrupt` with the draws so far in ``.posterior``.
 
     Example:

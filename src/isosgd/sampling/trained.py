@@ -26,7 +26,7 @@ import torch
 from isosgd.baselines import BASELINES
 from isosgd.data.sources import DataSets, Tensors, as_tensors, size_of
 from isosgd.engine.state import AS_IS
-from isosgd.errors import DivergedError, warn_caller
+from isosgd.errors import DivergedError, OutOfTimeError, warn_caller
 from isosgd.posterior import Posterior
 from isosgd.posterior.calibration import FEW, warn_of_end
 from isosgd.progress import tell
@@ -265,9 +265,13 @@ class TrainedRun:
             try:
                 with warnings.catch_warnings(record=True) as held_back:  # of a run that is not kept they would mislead
                     found, early, warmup = self._run(choice, begin)
-            except DivergedError:
+            except DivergedError as error:
                 if not choice.held_out or self.store is not None:
                     raise
+                if isinstance(error, OutOfTimeError):
+                    late = "max_seconds was over before the run could draw: the draws are the starts"
+                    choice = replace(choice, temperature=0.0, reason=late)
+                    continue
                 choice, begin = self._in_time(self._colder(choice, "diverged"), began), {}
                 continue
             if not choice.held_out:
@@ -349,7 +353,7 @@ class TrainedRun:
             place.states, chains=chains, temperature=temperature, trained=not optimise, progress=self.shows,
             label=f"trial at T = {temperature:.3g}: ",
             deadline=late if math.isfinite(late) else None, begin=place.measured,
-            ends=ends if self.continues else None, reached=self.reached, **lengths,
+            ends=ends if self.continues else None, reached=self.reached, latest=self.deadline, **lengths,
         )  # fmt: skip
         whole = not found.info["dropped"]  # else later runs would lack these chains
         return found, Place(last_draws(found), ends if whole else {})

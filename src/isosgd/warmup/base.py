@@ -136,6 +136,8 @@ class Warmup:
         self._before = self.spent
 
     def count(self, stage: str, steps: int = 1) -> None:
-        """Count gradients of each chain and report progress."""
+        """Count gradients of each chain and report progress; raise if there is no time left."""
         self.spent += steps
+        if time.monotonic() > self.chains.latest:
+            self.chains.give_up(stage)
         self.progress.advance(stage, steps * self.chains.count)

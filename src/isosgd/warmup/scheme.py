@@ -19,6 +19,7 @@ from isosgd.warmup.base import LENGTH, PROBES, TAILS_EVERY, Mark, Warmup, update
 from isosgd.warmup.reports import WarmupReport, group_reports
 
 MARK_EVERY = 100  # steps
+LEAST_LENGTH = 20  # steps of the trace that measures the spacing, where there is no time for more
 
 
 class SchemeWarmup(Warmup):
@@ -58,6 +59,8 @@ class SchemeWarmup(Warmup):
         if measure_spacing:
             self.traces.begin(LENGTH)
             for i in range(LENGTH):
+                if i >= LEAST_LENGTH and time.monotonic() > chains.deadline:
+                    break
                 chains.step(split=sampler.estimator.centred)
                 self.traces.add(i)
                 self.count("measuring")
