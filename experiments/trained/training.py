@@ -91,7 +91,12 @@ def trained_by_ivon(pair: Pair, sets: Sets, seed: int, rate: float, draws: int) 
     model = pair.model(0.0).to(x.device).train()
     log_scale = nn.Parameter(torch.zeros((), device=x.device))
     extra = [log_scale] if pair.likelihood == "gaussian" else []
-    optimizer = IVON([*model.parameters(), *extra], lr=rate, ess=len(x), hess_init=0.5, weight_decay=pair.weight_decay)
+    # That of AdamW is no term of the loss, and would be far too much as one: IVON's own default there.
+    plain = not isinstance(pair.optimizer(model.parameters()), torch.optim.AdamW)
+    optimizer = IVON(
+        [*model.parameters(), *extra], lr=rate, ess=len(x), hess_init=0.5,
+        **({"weight_decay": pair.weight_decay} if plain else {}),
+    )  # fmt: skip
     steps = pair.epochs * -(-len(x) // n)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     generator, began = torch.Generator(x.device).manual_seed(seed), time.monotonic()
