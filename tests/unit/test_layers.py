@@ -84,7 +84,7 @@ ACTIVATIONS = {
 
 
 @pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("hidden", [(16,), (50, 50), (17, 64, 33)])
+@pytest.mark.parametrize("hidden", [(16,), (50, 50), (17, 64, 33), (), (3,), (5, 20), (50, 9, 4)], ids=str)
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_gradients_are_those_of_autograd(kind: str, hidden: tuple[int, ...]) -> None:
     """Rows come in blocks of 256; with few outputs and with many."""
@@ -223,7 +223,6 @@ def test_which_modules_are_meant() -> None:
     for other in (
         hooked,
         patched,
-        nn.Linear(3, 1),
         nn.Sequential(nn.Linear(3, 50), nn.ReLU(), square, nn.ReLU(), square, nn.ReLU(), nn.Linear(50, 1)),
         nn.Sequential(nn.Linear(3, 50), nn.ReLU(), Twice(), nn.Linear(50, 1)),
         nn.Sequential(nn.Linear(3, 50), nn.ReLU(), nn.Dropout(0.1), nn.Linear(50, 1)).train(),
@@ -236,18 +235,16 @@ def test_which_modules_are_meant() -> None:
     assert Target.from_module(dense(3, (50,), 1), "gaussian", sampled="last_layer").network() is None
     assert target(dense(3, (50,), 1), Pulled(0.5)).network() is None
     assert target(dense(3, (50,), 1), lambda output, y: -((output - y) ** 2).squeeze(-1)).network() is None
-    narrow = target(dense(3, (50, 8), 1))
-    layout, theta = parameters(narrow, 1)
-    network = narrow.network()
-    assert network is not None and not Layers(network, layout.shapes).fits(theta, drawn(0, 1, 900, 3))
+    alone = network_of(nn.Linear(3, 1))
+    assert alone is not None and alone.names == ["weight", "bias"] and not alone.hidden
 
 
 # ------------------------------------------------------------------------------------------------ leapfrog steps
 
 
-def chains(structure: Any, count: int, likelihood: Any, kind: Callable[[], nn.Module] = nn.SiLU) -> Chains:
+def chains(structure: Any, count: int, likelihood: Any, hidden: tuple[int, ...] = (24, 16)) -> Chains:
     """Chains of HMC on a network that the library takes, whose mass is known; one of them is on its own."""
-    posterior = target(dense(4, (24, 16), 1, kind), likelihood)
+    posterior = target(dense(4, hidden, 1, nn.SiLU), likelihood)
     x = drawn(5, 300, 4)
     data, together = (x, x[:, :1].sin() + 0.1 * drawn(6, 300, 1)), count > 1
 
@@ -265,9 +262,11 @@ def chains(structure: Any, count: int, likelihood: Any, kind: Callable[[], nn.Mo
     return run
 
 
-def moved(structure: Any, count: int, likelihood: Any, how: str, patch: pytest.MonkeyPatch) -> Chains:
+def moved(
+    structure: Any, count: int, likelihood: Any, how: str, patch: pytest.MonkeyPatch, hidden: tuple[int, ...] = (24, 16)
+) -> Chains:
     """The same after some steps: by calls of the library, or one by one with gradients of autograd."""
-    run = chains(structure, count, likelihood)
+    run = chains(structure, count, likelihood, hidden)
     if how == "library":
         assert without_compiler(run) and unsupported_reason(run) == ""
         LeapfrogMultiStep(run, compiled=False).take_steps(0, 17, lambda steps: None)
@@ -302,6 +301,17 @@ def test_steps_are_those_without_the_library(
 
 
 @pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("structure", ["lowrank", "diagonal"])
+@pytest.mark.parametrize("hidden", [(), (3,), (20, 2)], ids=str)
+def test_steps_of_narrow_networks_too(structure: str, hidden: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest has six parameters, fewer than a vector of the processor."""
+    one, other = (moved(structure, 2, "gaussian", how, monkeypatch, hidden) for how in ("library", "autograd"))
+    for a, b in zip(one.leaves, other.leaves, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-5)
+    torch.testing.assert_close(one.hmc.gained, other.hmc.gained, rtol=1e-3, atol=2e-3)  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("built")
 def test_noise_of_many_minibatches_at_once_is_that_of_one_after_the_other() -> None:
     one, other = (chains("diagonal", 1, "gaussian") for _ in range(2))
     before = one.gradients
@@ -329,6 +339,9 @@ STEPPED: list[dict[str, Any]] = [
     {"method": "sghmc", "lr": 1e-4},
     {"method": "adaptive-sghmc"},  # whose metric is a number for each element
     {"method": "csghmc", "lr": 1e-3, "cycle": 7},  # whose rates change from step to step
+    {"structure": "lowrank", "hidden": ()},
+    {"structure": "diagonal", "hidden": (5,)},
+    {"method": "sghmc", "lr": 1e-4, "hidden": (20, 3)},
     # Of these two the library has the gradients alone.
     {"method": "psgld", "lr": 1e-4},
     {"structure": "kronecker"},
@@ -340,8 +353,9 @@ def stepped(options: dict[str, Any], count: int, classes: bool, temperature: flo
     """Chains on a network that the library takes, after a warm-up. With few rows a full Lambda follows the noise."""
     full = options.get("structure") == "full"
     hidden, rows, size = ((24,), 60, 40) if full else ((24, 16), 300, 50)
-    posterior = target(dense(4, hidden, 3 if classes else 1, nn.SiLU), "categorical" if classes else "gaussian")
     given, x = dict(options), drawn(5, rows, 4)
+    net = dense(4, given.pop("hidden", hidden), 3 if classes else 1, nn.SiLU)
+    posterior = target(net, "categorical" if classes else "gaussian")
     data = x, (torch.arange(rows) % 3 if classes else x[:, :1].sin() + 0.1 * drawn(6, rows, 1))
     schedule = Schedule(posterior, data, None, count, size, 0, None, None)
     method = given.pop("method", "isgd")

@@ -264,9 +264,11 @@ def test_held_out_examples_are_predicted_once_by_each_trial() -> None:
     assert tried == [(1 + len(choice["rungs"])) * count for count in each] != [0, 0]  # the start, and each trial
 
 
-def test_where_time_ends_the_trials_that_is_said() -> None:
+def test_where_time_ends_the_trials_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole trial at T = 0.3 does harm there."""
     model, data, held_out = fitted(apart=8.0)
-    run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False, "max_seconds": 0.05}
+    monkeypatch.setattr("isosgd.sampling.ladder.Ladder._late", lambda ladder: True)
+    run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False}
     with pytest.warns(SamplingWarning, match="max_seconds ended before a colder one"):
         found = sample(target_of(model), data, starts=[model], held_out=held_out, **run)
     assert len(found.info["temperature_choice"]["rungs"]) == 1
@@ -570,7 +572,7 @@ def test_time_is_left_to_judge_the_draws_by_held_out_examples(ladder: list[float
     model, began = SlowToScore(), time.monotonic()
     run: dict[str, Any] = {"batch_size": 16, "compile": False, "progress": False, "draws": 200, "max_seconds": 1.5}
     found = sample(target_of(model), TRAIN, starts=[model], held_out=HELD, ladder=ladder, **run)
-    assert time.monotonic() - began < 2.5
+    assert time.monotonic() - began < 3.2
     assert found.info["temperature_choice"]["judged"] is not None
 
 

@@ -70,7 +70,7 @@ class Single:
             return None
         if self.one is None:
             one = Many(self.target, self.num_data, Layout(params), prior_weight=self.prior_weight)
-            if one.layers is None or not one.layers.wide:
+            if one.layers is None or not one.layers.known:
                 self.network = None
                 return None
             self.one = one

@@ -29,7 +29,6 @@ FLAGS = (
     *("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),  # NaNs stay NaNs
 )
-FEWEST = 16  # floats that a row must have: the longest vector of a processor (`LANES` in vectors.h)
 
 
 def fits(*tensors: Tensor) -> bool:

@@ -86,10 +86,13 @@ struct Layer {
 struct Net {
   int64_t total, rows, in, outs, curved, skip, gate, out, offset, count;
   const Layer* layers;
+  bool narrow;  // without hidden layers, or with one of fewer units than a vector has: computed unit by unit
   explicit Net(const int64_t* n)
       : total(n[0]), rows(n[1]), in(n[2]), outs(n[3]), curved(n[4]), skip(n[5]), gate(n[6]), out(n[7]), offset(n[8]),
-        count(n[9]), layers(reinterpret_cast<const Layer*>(n + 10)) {}
-  const Layer& last() const { return layers[count - 1]; }
+        count(n[9]), layers(reinterpret_cast<const Layer*>(n + 10)), narrow(!count) {
+    for (int64_t l = 0; l < count; l++) narrow = narrow || layers[l].units < LANES;
+  }
+  int64_t before_out() const { return count ? layers[count - 1].units : in; }  // inputs of the output layer
   int64_t units() const {
     int64_t sum = 0;
     for (int64_t l = 0; l < count; l++) sum += layers[l].units;
@@ -100,15 +103,17 @@ struct Net {
     for (int64_t l = 0; l < count; l++) most = std::max(most, layers[l].units);
     return most;
   }
-  int64_t weights() const {  // of the hidden layers
+  int64_t weights() const {  // of the hidden layers, whose gradients are summed apart
     int64_t sum = 0;
-    for (int64_t l = 0; l < count; l++) sum += layers[l].in * layers[l].units;
+    for (int64_t l = 0; !narrow && l < count; l++) sum += layers[l].in * layers[l].units;
     return sum;
   }
   int64_t padded() const { return (curved + LANES - 1) / LANES * LANES; }
   bool few() const { return 2 * curved < LANES; }  // outputs: faster as single products with the last hidden layer
   int64_t kept(int64_t of) const { return 2 * of * units(); }  // floats that the hidden layers of so many rows keep
-  int64_t turned() const { return weights() + (few() ? curved * (last().units + LANES) : padded() * (last().units + 1)); }
+  int64_t turned() const {
+    return narrow ? 0 : weights() + (few() ? curved * (before_out() + LANES) : padded() * (before_out() + 1));
+  }
   int64_t blocks() const { return std::min(BLOCK, rows); }  // rows at once
 };
 
@@ -159,12 +164,13 @@ void add_rows(const Shape& s, const float* d, float* found) {
 
 // Weights as `products` and `outputs` read them: [in][units]; of few outputs rows in vectors, without what overlaps.
 void turn(const Net& net, const float* theta, float* turned) {
+  if (net.narrow) return;
   for (int64_t l = 0; l < net.count; l++) {
     const Layer& layer = net.layers[l];
     transpose(theta + layer.weight, layer.units, layer.in, turned, layer.units);
     turned += layer.units * layer.in;
   }
-  const int64_t H = net.last().units;
+  const int64_t H = net.before_out();
   if (!net.few()) {
     const int64_t P = net.padded();
     std::fill_n(turned, P * (H + 1), 0.0f);
@@ -197,9 +203,15 @@ inline void row_products(const Shape& s, const float* units, const float* weight
 // Outputs of some rows; `weights` are those of the output layer as `turn` lays them. `scratch`: rows times `padded`.
 void outputs(const Net& net, const float* theta, const float* weights, int64_t rows, const float* x, const float* units,
              float* out, float* scratch) {
-  const int64_t H = net.last().units;
+  const int64_t H = net.before_out();
   const float gate = net.gate >= 0 ? theta[net.gate] : 1.0f;
-  if (net.few()) {
+  if (net.narrow) {
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t o = 0; o < net.curved; o++) {
+        const float c = net.offset >= 0 ? theta[net.offset + o] : 0.0f;
+        out[r * net.outs + o] = gate * (c + dot(units + r * H, theta + net.out + o * H, H));
+      }
+  } else if (net.few()) {
     const Shape s{rows, 0, H};
     for (int64_t o = 0; o < net.curved; o++) {
       const float *row = weights + o * s.vectors() * LANES, c = net.offset >= 0 ? theta[net.offset + o] : 0.0f;
@@ -221,8 +233,87 @@ void outputs(const Net& net, const float* theta, const float* weights, int64_t r
     }
 }
 
+// f(place, vector) for vectors of so many numbers, the last of which may be filled up.
+template <class F>
+void in_vectors(const float* numbers, int64_t count, F f) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) f(i, load(numbers + i));
+  if (i == count) return;
+  float rest[LANES]{};
+  std::copy(numbers + i, numbers + count, rest);
+  f(i, load(rest));
+}
+
+// Stores what `in_vectors` gave, of `count` numbers in all.
+inline void store_some(float* into, int64_t at, int64_t count, Vec v) {
+  if (at + LANES <= count) return store(into + at, v);
+  float rest[LANES];
+  store(rest, v);
+  std::copy_n(rest, count - at, into + at);
+}
+
+// What the hidden layers of a narrow network give.
+const float* narrow_forward(const Net& net, const float* theta, int64_t rows, const float* x, float* kept) {
+  const float* input = x;
+  for (int64_t l = 0; l < net.count; l++) {
+    const Layer& layer = net.layers[l];
+    const int64_t count = rows * layer.units;
+    float *h = kept_of(net, kept, rows, l), *slope = h + count;
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t u = 0; u < layer.units; u++)
+        h[r * layer.units + u] = (layer.bias >= 0 ? theta[layer.bias + u] : 0.0f) +
+                                 dot(input + r * layer.in, theta + layer.weight + u * layer.in, layer.in);
+    with_activation(layer.activation, [&]<class A>(A) {
+      in_vectors(h, count, [&](int64_t at, Vec z) {
+        if constexpr (Slopes<A>) {
+          const Vec value = A::of(z);
+          store_some(h, at, count, value), store_some(slope, at, count, A::slope(value));
+        } else {
+          const Unit unit = A::of(z);
+          store_some(h, at, count, unit.value), store_some(slope, at, count, unit.slope);
+        }
+      });
+    });
+    input = h;
+  }
+  return input;
+}
+
+// As `backward` below; all goes to `found`.
+void narrow_backward(const Net& net, const float* theta, int64_t rows, const float* x, const float* kept,
+                     const float* g, float* found, float* d, float* next) {
+  const int64_t H = net.before_out();
+  const float* input = net.count ? kept_of(net, kept, rows, net.count - 1) : x;
+  const float gate = net.gate >= 0 ? theta[net.gate] : 1.0f;
+  std::fill_n(d, net.count ? rows * H : 0, 0.0f);
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t o = 0; o < net.curved; o++) {
+      const float slope = g[r * net.outs + o];
+      if (net.offset >= 0) found[net.offset + o] += slope;
+      add(found + net.out + o * H, slope, input + r * H, H);
+      if (net.count) add(d + r * H, gate * slope, theta + net.out + o * H, H);
+    }
+  for (int64_t l = net.count - 1; l >= 0; l--) {
+    const Layer& layer = net.layers[l];
+    const int64_t U = layer.units, in = layer.in;
+    const float* slope = kept_of(net, kept, rows, l) + rows * U;
+    for (int64_t i = 0; i < rows * U; i++) d[i] *= slope[i];
+    const float* below = l ? kept_of(net, kept, rows, l - 1) : x;
+    std::fill_n(next, l ? rows * in : 0, 0.0f);
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t u = 0; u < U; u++) {
+        const float own = d[r * U + u];
+        if (layer.bias >= 0) found[layer.bias + u] += own;
+        add(found + layer.weight + u * in, own, below + r * in, in);
+        if (l) add(next + r * in, own, theta + layer.weight + u * in, in);
+      }
+    std::swap(d, next);
+  }
+}
+
 void forward(const Net& net, const float* theta, const float* turned, int64_t rows, const float* x, float* out,
              float* kept, float* scratch) {
+  if (net.narrow) return outputs(net, theta, nullptr, rows, x, narrow_forward(net, theta, rows, x, kept), out, scratch);
   const float *input = x, *weights = turned;
   for (int64_t l = 0; l < net.count; l++) {
     const Layer& layer = net.layers[l];
@@ -261,12 +352,13 @@ void through(const Layer& layer, const Shape& s, const float* slopes, const floa
 // hidden layers, [in][units] each, to `found` for all others, apart from the gate's factor (`finish`).
 void backward(const Net& net, const float* theta, int64_t rows, const float* x, const float* kept, const float* slope,
               float* found, float* sums, float* scratch) {
-  const int64_t H = net.last().units, O = net.curved;
+  const int64_t H = net.before_out(), O = net.curved;
   float *d = scratch, *next = d + rows * net.widest();
   const float gate = net.gate >= 0 ? theta[net.gate] : 1.0f;
   for (int64_t r = 0; net.skip >= 0 && r < rows; r++)
     for (int64_t o = 0; o < net.outs; o++)
       add(found + net.skip + o * net.in, slope[r * net.outs + o], x + r * net.in, net.in);
+  if (net.narrow) return narrow_backward(net, theta, rows, x, kept, slope, found, d, next);
   const float* g = slope;
   if (O < net.outs) {
     for (int64_t r = 0; r < rows; r++) std::copy_n(slope + r * net.outs, O, next + r * O);
@@ -277,7 +369,7 @@ void backward(const Net& net, const float* theta, int64_t rows, const float* x, 
   const float* h = kept_of(net, kept, rows, net.count - 1);
   const Shape out{rows, O, H};
   add_weights(out, g, h, found + net.out);
-  through(net.last(), out, g, theta + net.out, h, gate, d);
+  through(net.layers[net.count - 1], out, g, theta + net.out, h, gate, d);
   float* sum = sums + net.weights();
   for (int64_t l = net.count - 1; l >= 0; l--) {
     const Layer& layer = net.layers[l];
@@ -294,13 +386,13 @@ void backward(const Net& net, const float* theta, int64_t rows, const float* x, 
 
 // The gradient once all rows were added.
 void finish(const Net& net, const float* theta, const float* sums, float* found) {
-  for (int64_t l = 0; l < net.count; l++) {
+  for (int64_t l = 0; !net.narrow && l < net.count; l++) {
     const Layer& layer = net.layers[l];
     transpose(sums, layer.in, layer.units, found + layer.weight, layer.in);
     sums += layer.in * layer.units;
   }
   if (net.gate < 0) return;
-  const int64_t size = net.curved * net.last().units;
+  const int64_t size = net.curved * net.before_out();
   const float gate = theta[net.gate];
   found[net.gate] = dot(found + net.out, theta + net.out, size);
   if (net.offset >= 0) found[net.gate] += dot(found + net.offset, theta + net.offset, net.curved);

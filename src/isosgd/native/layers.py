@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from isosgd.native import build
 
-LEAST = 5_000  # products of rows and weights of all chains below which building the library does not pay
+LEAST = 500  # products of rows and weights of all chains below which building the library does not pay
 THREADED = 10_000_000  # such products below which more threads lose on a busy machine
 ACTIVATIONS = ("relu", "silu", "tanh", "sigmoid", "gelu", "tanh gelu")  # in the order of ``with_activation``
 KINDS: dict[type[nn.Module], Callable[[Any], str]] = {
@@ -75,22 +75,26 @@ def network_of(module: nn.Module) -> Network | None:
         if (flat.start_dim, flat.end_dim) != (1, -1):
             return None
     linear, between = layers[::2], layers[1::2]
-    if len(linear) < 2 or len(linear) != len(between) + 1 or len({id(layer) for _, layer in linear}) < len(linear):
+    if not linear or len(linear) != len(between) + 1 or len({id(layer) for _, layer in linear}) < len(linear):
         return None
     if any(type(layer) is not nn.Linear for _, layer in linear) or any(
         type(layer) not in KINDS for _, layer in between
     ):
         return None
     hidden = tuple(
-        Hidden(f"{name}.weight", _bias(name, layer), KINDS[type(kind)](kind))
+        Hidden(_named(name, "weight"), _bias(name, layer), KINDS[type(kind)](kind))
         for (name, layer), (_, kind) in zip(linear, between, strict=False)
     )
     name, last = linear[-1]
-    return Network(hidden, f"{name}.weight", _bias(name, last), flattens=flattens)
+    return Network(hidden, _named(name, "weight"), _bias(name, last), flattens=flattens)
+
+
+def _named(layer: str, parameter: str) -> str:
+    return f"{layer}.{parameter}" if layer else parameter
 
 
 def _bias(name: str, layer: nn.Linear) -> str | None:
-    return None if layer.bias is None else f"{name}.bias"
+    return None if layer.bias is None else _named(name, "bias")
 
 
 class _Other(Exception):
@@ -180,11 +184,10 @@ class Layers:
         self.total, self.kept = begin, torch.empty(0)
         hidden = network.hidden
         self.units = sum(shapes[layer.weight][0] for layer in hidden)
-        self.wide = bool(hidden) and min(shapes[layer.weight][0] for layer in hidden) >= build.FEWEST
-        if not self.wide:
+        self.known = network.weight in shapes  # a network of tables without hidden layers has another form
+        if not self.known:
             return
-        curved = shapes[network.weight][0]
-        self.inputs = shapes[hidden[0].weight][1]
+        curved, self.inputs = shapes[network.weight][0], shapes[(hidden[0] if hidden else network).weight][1]
         self.outs = curved if network.skip is None else shapes[network.skip][0]
         layers = [
             (*reversed(shapes[layer.weight]), at[layer.weight], at[layer.bias], ACTIVATIONS.index(layer.activation))
@@ -199,7 +202,7 @@ class Layers:
 
     def fits(self, theta: Tensor, x: Tensor) -> bool:
         """Whether to use the library for such parameters and inputs ``[chains, n, inputs]``."""
-        if not self.wide or torch.compiler.is_compiling() or x.dim() < 3 or x.shape[1] * theta.numel() < LEAST:
+        if not self.known or torch.compiler.is_compiling() or x.dim() < 3 or x.shape[1] * theta.numel() < LEAST:
             return False
         if (x.dim() > 3 and not self.network.flattens) or x.shape[2:].numel() != self.inputs:
             return False

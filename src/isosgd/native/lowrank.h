@@ -65,6 +65,10 @@ inline void inverse_one(int64_t d, int64_t k, const float* basis, const float* b
   for (int64_t i = 0; injected && i < k; i++) along[i] += injected[i];
   int64_t j = 0;
   for (; j + WIDE * LANES <= d; j += WIDE * LANES) spread<WIDE>(d, k, basis + j, along, rate + j, force + j, out + j);
+  for (; d < LANES && j < d; j++) {
+    out[j] = rate[j] * force[j];
+    for (int64_t i = 0; i < k; i++) out[j] += along[i] * basis[i * d + j];
+  }
   // What is left in vectors again, of which the last may overlap the one before: both write the same.
   for (; j < d; j += LANES) {
     const int64_t a = std::min(j, d - LANES);
