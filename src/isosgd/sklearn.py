@@ -41,7 +41,7 @@ except ModuleNotFoundError as missing:
 import isosgd
 from isosgd import Posterior
 from isosgd.diagnostics.verdict import Verdict
-from isosgd.errors import SamplingWarning
+from isosgd.errors import OutOfTimeError, SamplingWarning
 from isosgd.metrics import mixture_quantiles
 from isosgd.posterior.calibration import leave_one_out, sharpened, sharpest
 from isosgd.posterior.draws import evenly
@@ -190,11 +190,18 @@ class _BayesianMLP(BaseEstimator):  # type: ignore[misc]
             if store is not None:
                 self._save(Path(store), x, y)
 
-        with self._quietly():
-            self.posterior_ = sample_network(
-                network, x, y, begin=begin, chains=int(self.chains), effort=float(self.effort),
-                max_seconds=self.max_seconds, seed=seed, device=self.device, store=store, progress=bool(self.verbose),
-            )  # fmt: skip
+        try:
+            with self._quietly():
+                self.posterior_ = sample_network(
+                    network, x, y, begin=begin, chains=int(self.chains), effort=float(self.effort),
+                    max_seconds=self.max_seconds, seed=seed, device=self.device, store=store,
+                    progress=bool(self.verbose),
+                )  # fmt: skip
+        except OutOfTimeError as error:
+            raise ValueError(
+                f"max_seconds = {self.max_seconds:g} was over before a first draw: allow more seconds, or give a "
+                "smaller effort="
+            ) from error
         drawn = self.posterior_.num_draws
         if self.max_seconds is not None and drawn < FEW_DRAWS:
             warnings.warn(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import isosgd.sampling.loop
 from isosgd import DataSets, Interrupted, OutOfTimeError, Posterior, Target, likelihoods, load, priors, resume, sample
 from isosgd.sampling.stopping import looks
 
@@ -92,11 +93,48 @@ def test_a_time_that_ends_before_noise_is_measured_is_an_error(monkeypatch: pyte
     run: dict[str, Any] = {"draws": 5, "keep_every": 1, "warmup": 400, "compile": False, "progress": False}
     with pytest.raises(OutOfTimeError, match=r"over after \d+ gradients of the warm-up \(.*\), .* give more time"):
         sample(slow_target, (Y,), max_seconds=0.3, store=tmp_path / "run", **run)
-    assert (
-        time.monotonic() - began < 0.3 + 0.2 + 20 * delay + 2.0
-    )  # what comes before the first gradient takes time, too
+    assert time.monotonic() - began < 0.3 + 0.2 + 20 * delay + 2.0
     delay = 0.0
     assert resume(tmp_path / "run", slow_target, (Y,), progress=False).num_draws == 5
+
+
+@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
+@pytest.mark.parametrize("stored", [False, True])
+def test_chains_for_which_no_time_is_left_are_left_out(
+    stored: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A chain that has draws keeps them; in a store the others can go on."""
+    monkeypatch.setattr("isosgd.sampling.loop.GRACE", 0.0)
+    starts = []
+
+    def slow(params: dict[str, Tensor], batch: Any) -> Tensor:
+        if float(params["mu"].detach()) and len(starts) > 1:  # a number, so that chains run in turn
+            time.sleep(0.1)
+        return -0.5 * (batch[0] - params["mu"]) ** 2
+
+    def init(chain: int) -> dict[str, Any]:
+        return {"mu": 0.1}
+
+    noted = isosgd.sampling.loop._Drawing._warm_up
+
+    def counted(drawing: Any, saved: Any) -> float:
+        starts.append(drawing.first)
+        return noted(drawing, saved)
+
+    monkeypatch.setattr("isosgd.sampling.loop._Drawing._warm_up", counted)
+    store = tmp_path / "run" if stored else None
+    run: dict[str, Any] = {"draws": 5, "keep_every": 1, "warmup": 200, "compile": False, "progress": False}
+    slow_target = Target(slow, priors.Normal(10.0), init={"mu": 0.1})
+    found = sample(slow_target, (Y,), chains=3, init=init, max_seconds=2.5, store=store, **run)
+    assert found.num_chains == 1 and found.num_draws == 5
+    if store is None:
+        assert "max_seconds was over" in found.info["dropped"][1]
+        return
+    assert not found.info["complete"]
+    starts = []
+    monkeypatch.setattr("isosgd.sampling.loop._Drawing._warm_up", noted)
+    whole = resume(store, slow_target, (Y,), init=init, progress=False)
+    assert whole.num_chains == 3 and whole.num_draws == 5 and whole.info["complete"]
 
 
 @pytest.mark.filterwarnings("ignore:.*did not settle; max_seconds:isosgd.SamplingWarning")  # on a busy machine

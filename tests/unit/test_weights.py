@@ -102,6 +102,43 @@ def test_a_regression_keeps_its_weights_too(tmp_path: Path) -> None:
     assert again.info.get("from_start", 0) == found.info.get("from_start", 0)
 
 
+def test_a_regression_whose_draws_do_not_help_is_its_network(tmp_path: Path) -> None:
+    """With the noise scale that suits the network, not that of draws far from it, and as without a store."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 3, generator=generator)
+    y = (x @ torch.tensor([1.0, -2.0, 0.5]) + 0.3 * torch.randn(400, generator=generator)).unsqueeze(-1)
+    model = torch.nn.Linear(3, 1)
+    model.load_state_dict({"weight": torch.tensor([[1.0, -2.0, 0.5]]), "bias": torch.zeros(1)})
+    data, held_out, new = (x[:20], 30 * y[:20]), (x[20:200], y[20:200]), (x[200:], y[200:])  # draws fit other targets
+    settings: dict[str, Any] = {"starts": [model], "held_out": held_out, "progress": False}
+    alone = sample(Target.from_module(model, "gaussian", priors.Normal(100.0)), data, **settings)
+    assert alone.info["method"] == "the starts"
+    target = Target.from_module(model, "gaussian", priors.Normal(100.0))
+    stored = sample(target, data, store=tmp_path / "run", **settings)
+    for found in (stored, load(tmp_path / "run", target)):
+        assert found.info["method"] == "the starts"
+        difference = found.log_predictive(new).mean() - alone.log_predictive(new).mean()
+        assert abs(float(difference)) < 0.01
+
+
+def test_draws_that_were_not_judged_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those of a run that was stopped; the same call judges them, and keeps how the temperature was chosen."""
+    monkeypatch.setattr(Weights, "write", lambda weights, folder: None)
+    target, found = run(tmp_path / "run")
+    monkeypatch.undo()
+    with pytest.warns(SamplingWarning, match="have not judged these draws"):
+        drawn = load(tmp_path / "run", target)
+    assert drawn.num_draws == 12 and "from_start" not in drawn.info
+    _, judged = run(tmp_path / "run", resume=True)
+    assert judged.info["from_start"] > 0
+    rungs = [one["temperature"] for one in found.info["temperature_choice"]["rungs"]]
+    assert [one["temperature"] for one in judged.info["temperature_choice"]["rungs"]] == rungs
+    assert alike(judged, load(tmp_path / "run", target))
+    known = {"temperature": judged.info["temperature"], "draws": 12, "warmup": 300, "keep_every": 25, "resume": True}
+    same = sample(target, TRAIN, starts=[trained()], store=tmp_path / "run", **{**GOOD, "held_out": None, **known})
+    assert alike(judged, same)
+
+
 def test_runs_that_are_shown_together_are_as_drawn(tmp_path: Path) -> None:
     for seed in (0, 1):
         target, _ = run(tmp_path / str(seed), seed=seed)
@@ -110,13 +147,19 @@ def test_runs_that_are_shown_together_are_as_drawn(tmp_path: Path) -> None:
         with pytest.warns(SamplingWarning, match="together they are shown as drawn"):
             both = read()
         assert both.num_chains == 2 and both.num_draws == 12 and "from_start" not in both.info
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SamplingWarning)
+        load(tmp_path / "all", target, as_drawn=True)
+        assert load([tmp_path / "0"], target).info["from_start"] > 0  # that run alone
 
 
 def test_weights_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     target, _ = run(tmp_path / "run")
     manifest = Manifest.read(tmp_path / "run")
-    manifest.weights = {"part": 0.5}
-    manifest.write(tmp_path / "run")
-    with pytest.raises(StoreError, match="as_drawn=True"):
-        load(tmp_path / "run", target)
+    good = manifest.weights
+    for bad in ({"part": 0.5}, {**good, "share": "x"}, {**good, "draws": 0}, {**good, "softmax_temperature": -1.0}):
+        manifest.weights = bad
+        manifest.write(tmp_path / "run")
+        with pytest.raises(StoreError, match="as_drawn=True"):
+            load(tmp_path / "run", target)
     assert load(tmp_path / "run", target, as_drawn=True).num_draws == 12

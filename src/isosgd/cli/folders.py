@@ -19,6 +19,7 @@ from isosgd.errors import first_line
 from isosgd.report import Subject, write_report
 from isosgd.samplers import METHODS
 from isosgd.sampling.stopping import MOST_DRAWS
+from isosgd.posterior.comparison import STARTS
 from isosgd.sampling.stored import settings_of
 from isosgd.store.draws import Damaged
 from isosgd.store.manifest import Manifest
@@ -89,6 +90,11 @@ class Run:
             none = "has no draws yet" if self.damaged == "refuse" else "has no draws that are whole"
             raise ValueError(f"{self.folder} {none}; `isosgd resume {self.folder}` goes on")
         return found
+
+    def judged(self) -> Posterior:
+        """The draws that a verdict is about: those of the chains where these did not help, and the networks predict."""
+        found = self.posterior()
+        return self.posterior(as_drawn=True) if found.info.get("method") == STARTS else found
 
     def report(self, path: Path | None = None) -> Path:
         """Write the report; into the folder of the run by default."""

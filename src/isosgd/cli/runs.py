@@ -38,7 +38,6 @@ from isosgd.cli.folders import (
     write_note,
 )
 from isosgd.diagnostics.verdict import Verdict
-from isosgd.posterior.comparison import STARTS
 from isosgd.report.predictions import evaluate, some
 from isosgd.store.manifest import Manifest
 
@@ -207,9 +206,7 @@ def run_diagnose(args: argparse.Namespace) -> int:
     example: isosgd diagnose runs/houses --json
     """
     found = open_run(args.run, args.script, args.drop_damaged)
-    posterior = found.posterior()
-    if posterior.info.get("method") == STARTS:  # there is nothing to judge but the draws that did not help
-        posterior = found.posterior(as_drawn=True)
+    posterior = found.judged()
     summary = posterior.summary(found.heldout if found.heldout is not None else found.data)
     verdict = posterior.trust(found.data, held_out=found.heldout)
     if args.json:
@@ -242,7 +239,7 @@ def run_report(args: argparse.Namespace) -> int:
     found = open_run(args.run, args.script, args.drop_damaged)
     page = found.report(args.out)
     if args.json:
-        verdict = verdict_of(found, found.posterior())
+        verdict = verdict_of(found, found.judged())
         print_json({"report": page, "verdict": verdict.as_dict() if verdict is not None else None})
     else:
         echo(args, f"report: {page}")
@@ -265,8 +262,8 @@ def draw_and_judge(
     except KeyboardInterrupt:
         print(f"\nstopped; {_kept(folder)}", file=sys.stderr)
         return STOPPED
-    posterior = found.posterior()
-    scores = scores_of(found, posterior)
+    scores = scores_of(found, found.posterior())
+    posterior = found.judged()
     verdict = verdict_of(found, posterior)
     page = found.report() if args.report else None
     if args.json:

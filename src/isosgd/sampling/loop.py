@@ -182,7 +182,8 @@ class _Drawing:
             yield from self._draw(gap, saved)
         except DivergedError as error:  # of every chain, as `chains.failures` says
             if isinstance(error, OutOfTimeError) and self.recorder.request.store is not None:
-                raise  # the chain can go on
+                self.recorder.out_of_time[self.first] = error  # it can go on in another session
+                return
         self._finish()
 
     def _warm_up(self, saved: State | None) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isosgd.engine.chains import Chains
 from isosgd.engine.ranks import Ranks
-from isosgd.errors import DivergedError, SamplingWarning
+from isosgd.errors import DivergedError, OutOfTimeError, SamplingWarning, warn_caller
 from isosgd.posterior import Posterior
 from isosgd.sampling.plan import ChainsResult, DrawPlan, MakeInfo, State
 from isosgd.sampling.request import RunRequest
@@ -54,6 +54,7 @@ class Recorder:
         self.ended: dict[int, ChainsResult] = {}
         self.current: dict[int, ChainsResult] = {}
         self.saved: dict[int, State] = {}  # checkpoints to resume from
+        self.out_of_time: dict[int, OutOfTimeError] = {}  # chains that have not come to a draw, and can go on
         self.started = time.monotonic()
 
     @property
@@ -232,11 +233,15 @@ class OnDisk(Recorder):
     def posterior(self) -> Posterior:
         """The stored draws; the run is complete unless ``max_seconds`` ended it."""
         info = self.make_info(self.results)
-        if any(result.stopped.startswith("max_seconds") for result in self.results):
+        if self.out_of_time or any(result.stopped.startswith("max_seconds") for result in self.results):
             self.writer.manifest.info = info
             self.writer.flush()
         else:
             self.writer.finish(info)
+        if self.out_of_time and not self.writer.manifest.shards:
+            raise next(iter(self.out_of_time.values()))
+        for first, error in self.out_of_time.items():
+            warn_caller(f"chain {first} has no draws: {error}; isosgd.resume goes on with it")
         return self._load()
 
     def _load(self) -> Posterior:

@@ -25,7 +25,7 @@ from isosgd.sampling.settings import check_device, check_seconds, check_settings
 from isosgd.sampling.starts import as_starts, own_network, set_aside
 from isosgd.sampling.stored import load, settings_of
 from isosgd.sampling.trained import DRAWS, TrainedRun
-from isosgd.sampling.weights import Weights, weighted
+from isosgd.sampling.weights import Weights, as_drawn, weighted
 from isosgd.store import Manifest
 from isosgd.target import Target
 
@@ -127,8 +127,8 @@ def sample(
             ones if that does harm; only 1 if the likelihood samples the scale of its noise, which a lower temperature
             would make too small.
         max_seconds: limit on the time of the whole call: initial optimisation, warm-up and sampling end early, with at
-            least one draw of each chain. If the warm-up has not come so far two seconds after the limit, the chain is
-            given up.
+            least one draw of each chain. A chain that cannot draw two seconds after the limit is dropped; in a store it
+            can go on. HMC always comes to a draw.
         transform: a function ``(batch, generator) -> batch`` that is applied to every minibatch on its device, such as
             augmentation or a change of dtype. It must keep the number of examples and take its random numbers from the
             generator. It is not applied in predictions.
@@ -215,7 +215,10 @@ def sample(
         every = {"transform": transform, "max_seconds": max_seconds, "log": log}
         more: dict[str, Any] = {name: value for name, value in every.items() if value is not None}
         rest, _ = set_aside(held_out, data, target, seed)
-        found = _continued(store, target, rest, starts=starts, device=device, progress=progress, draws=draws, **more)
+        with as_drawn():
+            found = _continued(
+                store, target, rest, starts=starts, device=device, progress=progress, draws=draws, **more
+            )
         weights = Weights.read(Manifest.read(Path(store)))
         if held_out is None or not len(found) or (weights is not None and weights.of == found.num_draws):
             return weighted(found, weights)
@@ -284,10 +287,11 @@ def resume(
         30
         >>> folder.cleanup()
     """
-    drawn = _continued(
-        path, target, data, init=init, starts=starts, device=device, progress=progress, draws=draws, budget=budget,
-        **options,
-    )  # fmt: skip
+    with as_drawn():
+        drawn = _continued(
+            path, target, data, init=init, starts=starts, device=device, progress=progress, draws=draws, budget=budget,
+            **options,
+        )  # fmt: skip
     return weighted(drawn, Weights.read(Manifest.read(Path(path))))
 
 

@@ -93,7 +93,16 @@ def load(
     }
     buffers = StoredDraws(shards, draws.chains or None, buffers=True)
     found = Posterior(target, draws, info, data, buffers, _starts(folder, manifest, damaged, verify))
-    return found if as_drawn else weighted(found, Weights.read(manifest))
+    if as_drawn or target is None:
+        return found
+    if not manifest.weights and manifest.info.get("runs"):
+        if any(Manifest.read(Path(run)).weights for run in manifest.info["runs"]):
+            warn_caller(
+                "held-out examples weighted the draws of each run on its own: together they are shown as drawn. "
+                "posterior.with_starts(share) and posterior.calibrated(x_val, y_val) weight and calibrate them"
+            )
+        return found
+    return weighted(found, Weights.read(manifest))
 
 
 def _starts(folder: Path, manifest: Manifest, damaged: Damaged, verify: bool) -> list[StoredState] | None:
@@ -114,7 +123,7 @@ def _starts(folder: Path, manifest: Manifest, damaged: Damaged, verify: bool) ->
 def opened(path: str | Path | Sequence[str | Path]) -> tuple[Path, Manifest]:
     """Folder and manifest of a run; several runs become one manifest with absolute file names."""
     if not isinstance(path, str | Path):
-        return Path(), joined(folders_of(path))
+        return opened(path[0]) if len(path) == 1 else (Path(), joined(folders_of(path)))
     manifest = Manifest.read(Path(path))
     if not manifest.parts:
         return Path(path), manifest
@@ -140,12 +149,7 @@ def joined(folders: Sequence[Path]) -> Manifest:
     if len(whole.info["seed"]) == 1:
         (whole.info["seed"],) = whole.info["seed"]
     whole.shards, whole.lost, whole.checkpoints, end = [], {}, {}, 0
-    whole.weights = {}  # of one run; all together were not judged
-    if any(manifest.weights for manifest in manifests):
-        warn_caller(
-            "held-out examples weighted the draws of each run on its own: together they are shown as drawn. "
-            "posterior.with_starts(share) and posterior.calibrated(x_val, y_val) weight and calibrate them"
-        )
+    whole.weights = {}  # each was judged on its own
     starts: dict[str, File] = {}  # by SHA-256: runs may have started at the same network
     for folder, manifest in zip(folders, manifests, strict=True):
         numbers = _numbers(manifest)

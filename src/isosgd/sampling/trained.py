@@ -50,7 +50,7 @@ from isosgd.sampling.ladder import (
 from isosgd.sampling.run import Checked, draw_at
 from isosgd.sampling.settings import HEATED, check_heating
 from isosgd.sampling.starts import set_aside
-from isosgd.sampling.weights import Weights, starts_alone
+from isosgd.sampling.weights import Weights, starts_alone, weighted
 from isosgd.store import Manifest
 from isosgd.target import Target
 from isosgd.target.batches import batch_length, tree_map, with_tensors
@@ -205,6 +205,7 @@ class TrainedRun:
         # A run with a store begins at the networks rather than where a trial ended, so that it can be resumed without
         # the trials; so does a run over several processes.
         self.alone = self.store is None and self.ranks is None
+        self.begun = self.store is not None and of_run["resume"] and Manifest.begun(Path(self.store))
         self.keep_every, self.warmup = keep_every, warmup
         self.data, self.held_out = set_aside(held_out, data, target, common["seed"])
         self.of_run = dict(of_run)
@@ -276,7 +277,8 @@ class TrainedRun:
                 continue
             if not choice.held_out:
                 _repeat(held_back)
-                return found
+                kept = Weights.read(Manifest.read(Path(self.store))) if self.begun else None
+                return weighted(found, kept) if self.begun else found
             choice, judged, count, good = self._judged(choice, found)
             if good or self.store is not None:
                 _repeat(held_back)
@@ -294,8 +296,10 @@ class TrainedRun:
         """The draws of a stored run that was begun before, as held-out examples weight them."""
         assert self.held_out is not None
         self.ladder = self._make_ladder()
-        held_out, reason = len(self.ladder.beside), drawn.info.get("temperature_choice", {}).get("reason", "given")
-        choice = Choice(temperature, reason, held_out=held_out, **self.ladder.about_starts)
+        known = drawn.info.get("temperature_choice", {})
+        more = {"rungs": tuple(Rung(**one) for one in known.get("rungs", ())), "seconds": known.get("seconds", 0.0)}
+        about = {**more, "held_out": len(self.ladder.beside), **self.ladder.about_starts}
+        choice = Choice(temperature, known.get("reason", "given"), **about)
         choice, judged, count, good = self._judged(choice, drawn)
         if good:
             return self._with_starts(choice, judged, drawn, None, count)
@@ -404,9 +408,12 @@ class TrainedRun:
             drawn, total = 1 if early is None else 1 + early.num_draws, self.of_run["draws"]
             judging = self._judging(drawn, total if isinstance(total, int) else DRAWS)
             settings |= {"deadline": self.deadline - judging, "scoring": self.ladder.scoring}
+        about = self._about(choice)
+        if self.begun and (known := Manifest.read(Path(self.store)).info.get("temperature_choice")):
+            about["temperature_choice"] = known  # of the call that began the run
         found = self._draw(
             self.starts, starts=self.given, chains=self.chains, trained=True, temperature=choice.temperature,
-            about_choice=self._about(choice), begin=begin, reached=self.reached if self.alone else None, **settings,
+            about_choice=about, begin=begin, reached=self.reached if self.alone else None, **settings,
         )  # fmt: skip
         if early is not None and early.num_chains != found.num_chains:
             early = None
@@ -501,20 +508,21 @@ class TrainedRun:
     ) -> Posterior:
         """The draws, or the first ``count`` of each chain, with the starts among them, calibrated."""
         part = found if count is None else self._first(count, found, early)
-        weights = Weights(judged.share, judged.softmax_temperature, None, part.num_draws, {})
-        both = weights.applied(part)
-        share = both.info.get("from_start", 0) / both.num_draws
-        what = f"the starts have a weight of {share:.2g} in predictions; after the run NLL {judged.nll:.4g}"
-        if judged.softmax_temperature != 1:
-            what += f" at the softmax temperature {judged.softmax_temperature:.2g}"
+        share, scale = judged.share, judged.softmax_temperature
+        copies = part.with_starts(share)
+        real = copies.info.get("from_start", 0) / copies.num_draws
+        what = f"the starts have a weight of {real:.2g} in predictions; after the run NLL {judged.nll:.4g}"
+        if scale != 1:
+            what += f" at the softmax temperature {scale:.2g}"
         if count is not None:
             what += f", by the first {count} of {found.num_draws} draws"
         what += f" (the start {judged.nll - judged.difference:.4g}; each half is scored by the choices of the other)"
-        warn_of_end(judged.softmax_temperature)
+        warn_of_end(scale)
         tell(f"held-out examples: {what}", self.shows)
         about = self._about(replace(choice, reason=f"{choice.reason}; {what}"))
+        self._keep(Weights(share, scale, count, found.num_draws, about["temperature_choice"]))
+        both = copies if scale == 1 else copies.at_softmax_temperature(scale)
         both.info |= {**self.spent, **about} if self.store is None else about
-        self._keep(replace(weights, draws=count, of=found.num_draws, choice=about["temperature_choice"]))
         return both
 
     def _first(self, count: int, found: Posterior, early: Posterior | None) -> Posterior:
@@ -527,9 +535,9 @@ class TrainedRun:
     def _keep(self, weights: Weights) -> None:
         """Write to the store how to predict with its draws."""
         if self.store is not None and (self.ranks is None or self.ranks.rank == 0):
-            manifest = Manifest.read(Path(self.store))
-            manifest.weights = weights.as_dict()
-            manifest.write(Path(self.store))
+            weights.write(Path(self.store))
+        if self.ranks is not None:
+            self.ranks.gather(None)  # then all may load it
 
     def _starts_alone(self, choice: Choice, drawn: Posterior | None = None) -> Posterior:
         """The starts, calibrated, since no draws are better; ``drawn`` are in the store."""
@@ -541,14 +549,17 @@ class TrainedRun:
             choice = replace(choice, reason=f"{choice.reason}, {scaled}")
         warn_of_end(scale)
         warn_caller(choice.reason + stored)
-        about = self._about(choice)
+        about, engine = self._about(choice), {"engine": self.engine} if self.engine else {}
         if drawn is not None:
-            weights = Weights(1.0, scale, None, drawn.num_draws, about["temperature_choice"])
+            names = self.target.noise_scales()
+            scales = [{name: torch.as_tensor(start[name]).tolist() for name in names} for start in self.starts]
+            weights = Weights(1.0, scale, None, drawn.num_draws, about["temperature_choice"], scales)
             self._keep(weights)
             return weights.applied(drawn)
-        engine = {"engine": self.engine} if self.engine else {}
         info = {**self.spent, **engine, "complete": True, **about}
-        return starts_alone(start_posterior(self.target, self.starts), self.starts, info, as_tensors(self.data), scale)
+        found = starts_alone(start_posterior(self.target, self.starts), info, as_tensors(self.data), scale)
+        found.starts = list(self.starts)
+        return found
 
     def _about(self, choice: Choice) -> dict[str, Any]:
         return {"temperature_choice": choice.as_dict(), "starts": len(self.starts)}

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from isosgd.errors import warn_caller
 from isosgd.posterior import Posterior
 from isosgd.posterior.comparison import STARTS
-from isosgd.sampling.ladder import State
+from isosgd.sampling.ladder import start_posterior
 from isosgd.store import Manifest, StoreError
+from isosgd.store.writer import lock
 
 KEPT = ("complete", "seconds", "gradients", "engine", "store", "lengths", "starts", "temperature_choice")
 """What ``info`` says of a run also where the draws are the starts alone."""
+
+_as_drawn: ContextVar[bool] = ContextVar("as_drawn", default=False)
+
+
+@contextmanager
+def as_drawn() -> Iterator[None]:
+    """Within it `weighted` leaves draws as they are."""
+    token = _as_drawn.set(True)
+    try:
+        yield
+    finally:
+        _as_drawn.reset(token)
 
 
 @dataclass(frozen=True)
@@ -26,6 +45,7 @@ class Weights:
         draws: how many first draws of each chain predict; None for all.
         of: draws of each chain when the examples were asked.
         choice: how the temperature was chosen, and what the examples said.
+        scales: of the noise of each start, by name, with which it predicts alone; networks have none.
     """
 
     share: float
@@ -33,10 +53,23 @@ class Weights:
     draws: int | None
     of: int
     choice: Mapping[str, Any]
+    scales: Sequence[Mapping[str, Any]] = ()
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for a manifest."""
-        return asdict(self)
+    def __post_init__(self) -> None:
+        whole = [n for n in (self.draws, self.of) if n is not None]
+        if not (0 < self.share <= 1 and self.softmax_temperature > 0 and all(type(n) is int and n > 0 for n in whole)):
+            raise ValueError(f"share = {self.share}, softmax_temperature = {self.softmax_temperature}, draws = {whole}")
+
+    def write(self, folder: Path) -> None:
+        """Keep them in the manifest of a run."""
+        handle = lock(folder)
+        try:
+            manifest = Manifest.read(folder)
+            manifest.weights = asdict(self)
+            manifest.write(folder)
+        finally:
+            if handle is not None:
+                os.close(handle)
 
     @classmethod
     def read(cls, manifest: Manifest) -> Weights | None:
@@ -45,7 +78,7 @@ class Weights:
             return None
         try:
             return cls(**manifest.weights)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise StoreError(
                 f"the manifest's weights of draws cannot be read ({error}): isosgd.load(..., as_drawn=True) leaves "
                 "them out"
@@ -53,11 +86,19 @@ class Weights:
 
     def applied(self, drawn: Posterior) -> Posterior:
         """Draws with the starts among them, calibrated."""
-        starts, info = drawn.starts, {"temperature_choice": dict(self.choice)}
-        assert starts is not None
-        if self.share >= 1:
+        target, starts, info = drawn.target, drawn.starts, {"temperature_choice": dict(self.choice)}
+        assert target is not None and starts is not None
+        if self.share == 1:
             kept = {name: drawn.info[name] for name in KEPT if name in drawn.info}
-            return starts_alone(drawn.start_draws(), starts, {**kept, **info}, drawn.data, self.softmax_temperature)
+            own = self.scales or [{}] * len(starts)
+            states = [
+                {**start, **{name: torch.as_tensor(x, dtype=target.dtype) for name, x in scales.items()}}
+                for start, scales in zip(starts, own, strict=True)
+            ]
+            alone = start_posterior(target, states)
+            found = starts_alone(alone, {**kept, **info}, drawn.data, self.softmax_temperature)
+            found.starts = list(starts)
+            return found
         part = drawn if self.draws is None else drawn.select(draws=slice(self.draws))
         found = part.with_starts(self.share)
         if self.softmax_temperature != 1:
@@ -66,24 +107,29 @@ class Weights:
         return found
 
 
-def starts_alone(
-    found: Posterior, starts: Sequence[State], info: Mapping[str, Any], data: Any, softmax_temperature: float
-) -> Posterior:
+def starts_alone(found: Posterior, info: Mapping[str, Any], data: Any, softmax_temperature: float) -> Posterior:
     """Trained networks as draws, one per chain, where no others help to predict."""
-    about = {**info, "method": STARTS, "temperature": 0.0, "chains": len(starts), "draws": 1}
+    about = {**info, "method": STARTS, "temperature": 0.0, "chains": found.num_chains, "draws": 1}
     about["density"] = "none: no run was better, and the draws are the trained networks"
     if softmax_temperature != 1:
         about["softmax_temperature"] = softmax_temperature
-    return Posterior(found.target, found.draws, about, data, found.buffers, list(starts))
+    return Posterior(found.target, found.draws, about, data, found.buffers)
 
 
 def weighted(drawn: Posterior, weights: Weights | None) -> Posterior:
     """The draws of a stored run as held-out examples weight them, if they did and the draws can predict."""
-    if weights is None or drawn.target is None or not drawn.starts or not drawn.num_draws:
+    if _as_drawn.get() or drawn.target is None or not drawn.starts:
+        return drawn
+    if weights is None:
+        if drawn.num_draws and drawn.info.get("temperature_choice", {}).get("held_out"):
+            warn_caller(
+                "held-out examples chose the temperature, but have not judged these draws, which may predict worse "
+                "than the networks: sample(..., store=, resume=True) with held_out= judges them"
+            )
         return drawn
     if drawn.num_draws > weights.of:
         warn_caller(
             f"held-out examples weighted {weights.of} draws of each chain, and there are {drawn.num_draws} now: "
             "sample(..., store=, resume=True) with held_out= weights them anew"
         )
-    return weights.applied(drawn)
+    return weights.applied(drawn) if drawn.num_draws or weights.share == 1 else drawn

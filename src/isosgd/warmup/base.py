@@ -91,6 +91,7 @@ class Warmup:
         mark: called between windows with a function that returns the state of the warm-up.
 
     Attributes:
+        gives_up: whether it ends without a draw where time is over before it has measured enough.
         kept: names of the attributes in that state.
         spent: gradients so far.
         length: of the next window.
@@ -98,6 +99,7 @@ class Warmup:
         loss: mean and standard deviation of each chain's loss in the last window.
     """
 
+    gives_up: ClassVar[bool] = True
     kept: ClassVar[tuple[str, ...]] = ("stage", "spent", "length", "reasons", "loss", "traces")
 
     def __init__(self, chains: Chains, budget: int, exact: bool, progress: Progress, mark: Mark) -> None:
@@ -138,6 +140,6 @@ class Warmup:
     def count(self, stage: str, steps: int = 1) -> None:
         """Count gradients of each chain and report progress; raise if there is no time left."""
         self.spent += steps
-        if time.monotonic() > self.chains.latest:
+        if self.gives_up and time.monotonic() > self.chains.latest:
             self.chains.give_up(stage)
         self.progress.advance(stage, steps * self.chains.count)

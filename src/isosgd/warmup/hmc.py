@@ -87,6 +87,8 @@ class DualAveraging:
 class HMCWarmup(Warmup):
     """The warm-up of chains whose sampler is `HMC`; ``multi_step`` takes several leapfrog steps in a call."""
 
+    gives_up = False  # its first measurement is some hundred gradients
+
     kept = (*Warmup.kept, "optimised", "last")
 
     def __init__(
