@@ -22,6 +22,7 @@ from experiments.trained.training import starts as networks
 from isosgd import DivergedError, Posterior, Target, priors
 from isosgd.metrics import accuracy, auroc, brier, ece, predictive_entropy, rmse
 from isosgd.posterior.comparison import ensemble_curve, worth
+from isosgd.sampling.ladder import start_posterior, with_noise_scale
 
 BATCH = 2000  # examples that are predicted at once
 EPOCHS, LEAST, WARMUP, DRAWS = 10, 1500, 0.4, 30  # of a run at a given temperature, see `lengths`
@@ -109,6 +110,15 @@ def together(pair: Pair, sets: Sets, starts: Sequence[Start]) -> Posterior:
     parameters = set(target.initial())
     values = {name: x for name, x in every.items() if name in parameters}
     return Posterior(target, values, {}, buffers={name: x for name, x in every.items() if name not in parameters})
+
+
+def calibrated(pair: Pair, sets: Sets, starts: Sequence[Start]) -> Posterior:
+    """The same at the softmax temperature, or with the noise scales, under which they predict held-out examples best."""
+    if pair.likelihood != "gaussian":
+        return together(pair, sets, starts).calibrated(*sets.held_out, batch_size=BATCH)
+    target = target_of(pair, sets, starts[0])
+    bare = [{name: x for name, x in one.state.items() if name != SCALE} for one in starts]
+    return start_posterior(target, [with_noise_scale(target, state, sets.held_out, None) for state in bare])
 
 
 def negative_log_likelihoods(posterior: Posterior, sets: Sets, part: str = "test") -> Tensor:
@@ -249,7 +259,7 @@ def run(
     found: dict[str, Any] = {"seed": seed, "training_seconds": first.seconds, "start": before}
     found["average"] = measured(pair, sets, before, lambda: sampled(pair, sets, every[:starts], settings, seed))
     others: dict[str, Callable[[], Posterior]] = {
-        "calibrated": lambda: together(pair, sets, every[:starts]).calibrated(*sets.held_out, batch_size=BATCH),
+        "calibrated": lambda: calibrated(pair, sets, every[:starts]),
         "swag": lambda: swag(pair, sets, first, seed),
         "mcdropout": lambda: mc_dropout(pair, sets, first, seed, folder),
         "last_layer": lambda: sampled(pair, sets, [first], settings, seed, "last_layer"),

@@ -86,6 +86,26 @@ def test_more_draws_are_weighted_anew_where_examples_are_given(tmp_path: Path) -
     assert nll(anew) < 0.9 * anew.against_start(*NEW).start.nll
 
 
+def test_other_examples_judge_anew(tmp_path: Path) -> None:
+    _, found = run(tmp_path / "run")
+    _, same = run(tmp_path / "run", resume=True)
+    assert alike(same, found)
+    _, wrong = run(tmp_path / "run", resume=True, held_out=(HELD[0], 1 - HELD[1]))  # by these nothing is good
+    assert wrong.softmax_temperature > 2 * found.softmax_temperature
+
+
+def test_a_folder_that_holds_a_run_is_refused_before_the_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "run")
+    monkeypatch.setattr("isosgd.sampling.trained.TrainedRun._trial", lambda *given: pytest.fail("a trial began"))
+    with pytest.raises(FileExistsError, match="already holds a run: pass resume=True"):
+        run(tmp_path / "run")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError):
+        run(tmp_path / "file")
+
+
 def test_a_regression_keeps_its_weights_too(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(160, 3, generator=generator)
@@ -100,6 +120,14 @@ def test_a_regression_keeps_its_weights_too(tmp_path: Path) -> None:
     again = load(tmp_path / "run", target)
     assert torch.allclose(found.log_predictive((x, y)), again.log_predictive((x, y)), atol=1e-5)
     assert again.info.get("from_start", 0) == found.info.get("from_start", 0)
+    before = {name: t.clone() for name, t in load(tmp_path / "run").draws.items()}
+    # Chains of a run that goes on began at the noise scale that suited the held-out examples.
+    resume(tmp_path / "run", target, (x[:100], y[:100]), draws=10, progress=False)
+    more = {"held_out": (x[100:], y[100:]), "store": tmp_path / "run", "resume": True, **settings, "draws": 12}
+    longer = sample(target, (x[:100], y[:100]), starts=[model], **more)
+    assert longer.num_draws - longer.info.get("from_start", 0) in (1, 12)
+    for name, t in load(tmp_path / "run").draws.items():
+        assert t.shape[1] == 12 and torch.equal(t[:, :8], before[name])
 
 
 def test_a_regression_whose_draws_do_not_help_is_its_network(tmp_path: Path) -> None:

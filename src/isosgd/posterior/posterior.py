@@ -606,7 +606,7 @@ class Posterior:
     ) -> Comparison:
         """Scores on new examples: the trained networks at which chains started against the average over draws.
 
-        Networks have no noise scale; they get the geometric mean over the draws.
+        A network without a noise scale gets the one under which it predicts these examples best.
 
         Args:
             x: inputs that were not trained on, as for `predict`; or a loader of inputs and ``y``.
@@ -631,10 +631,15 @@ class Posterior:
         """
         self._check_sets()
         view = self.view
-        began = self.start_draws(starts)
+        states = self._states(starts)
         inputs, batch = self._examples(x, y, "against_start")
         if batch_length(batch) == 0:
             raise ValueError("against_start was given no examples: there is nothing to compare")
+        if self.num_draws and view.target.noise_scales():
+            from isosgd.sampling.ladder import with_noise_scale
+
+            states = [with_noise_scale(view.target, state, batch, device) for state in states]
+        began = self.start_draws(states)
         each = began.log_likelihood(batch, batch_size=batch_size, device=device)[:, 0]
         average = self.log_predictive(batch, batch_size=batch_size, device=device)
         predicted = None

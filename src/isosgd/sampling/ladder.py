@@ -294,7 +294,8 @@ class Ladder:
         self.run, self.starts, self.held_out, self.device, self.optimises = run, starts, held_out, device, optimises
         self.began, self.deadline, self.shows = time.monotonic(), deadline, shows
         try:
-            self.beside = self.alone = self._scored(start_posterior(target, starts))
+            alike = len(starts) % networks == 0  # then the average over chains is that over networks
+            self.beside = self.alone = self._scored(start_posterior(target, starts[:networks] if alike else starts))
         except (RuntimeError, IndexError, ValueError) as error:
             shapes = [list(t.shape) for t in tensors_of(held_out)]
             raise ValueError(
@@ -304,7 +305,7 @@ class Ladder:
         now, one = time.monotonic(), self.beside.values[0, 0]
         best_share(one, one)
         self.pooling = (time.monotonic() - now) * len(self.beside.temperatures)  # seconds to weight an average
-        if len(starts) % networks:  # some have more chains than others; returned alone, each counts once
+        if not alike:  # some have more chains than others; returned alone, each counts once
             self.alone = self._scored(start_posterior(target, starts[:networks]))
         calibrated = best_temperature(self.alone)
         self.softmax_temperature = self.alone.temperatures[calibrated]

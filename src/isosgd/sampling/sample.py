@@ -25,8 +25,8 @@ from isosgd.sampling.settings import check_device, check_seconds, check_settings
 from isosgd.sampling.starts import as_starts, own_network, set_aside
 from isosgd.sampling.stored import load, settings_of
 from isosgd.sampling.trained import DRAWS, TrainedRun
-from isosgd.sampling.weights import Weights, as_drawn, weighted
-from isosgd.store import Manifest
+from isosgd.sampling.weights import Weights, as_drawn, examples_identity, weighted
+from isosgd.store import Manifest, StoredState
 from isosgd.target import Target
 
 
@@ -214,13 +214,15 @@ def sample(
         _check_as_begun(store, given | {"chains": number})
         every = {"transform": transform, "max_seconds": max_seconds, "log": log}
         more: dict[str, Any] = {name: value for name, value in every.items() if value is not None}
-        rest, _ = set_aside(held_out, data, target, seed)
+        rest, examples = set_aside(held_out, data, target, seed)
         with as_drawn():
             found = _continued(
                 store, target, rest, starts=starts, device=device, progress=progress, draws=draws, **more
             )
         weights = Weights.read(Manifest.read(Path(store)))
-        if held_out is None or not len(found) or (weights is not None and weights.of == found.num_draws):
+        if examples is None or not len(found):
+            return weighted(found, weights)
+        if weights is not None and (weights.of, weights.examples) == (found.num_draws, examples_identity(examples)):
             return weighted(found, weights)
         drawn = found
     run = TrainedRun(
@@ -262,7 +264,7 @@ def resume(
         target: as in the first call.
         data: as in the first call.
         init: as in the first call.
-        starts: as in the first call.
+        starts: as in the first call; those of the store by default.
         device: where to sample; of the same kind as before.
         progress: show a progress line on a terminal.
         draws: the new number of draws of each chain, to extend the run. On a CPU the draws are bit for bit those of a
@@ -314,6 +316,8 @@ def _continued(
                 draws=draws, budget=budget, **options,
             )  # fmt: skip
         return load(path, target, data=as_tensors(data, target.dtype), as_drawn=True)
+    if starts is None and init is None and (kept := Manifest.read(Path(path)).starts):
+        starts = [dict(StoredState(Path(path), about)) for about in kept]
     settings, opaque = settings_of(path)
     given = settings.pop("options")
     if fixed := sorted(settings.keys() & options.keys()):

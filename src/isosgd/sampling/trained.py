@@ -50,8 +50,9 @@ from isosgd.sampling.ladder import (
 from isosgd.sampling.run import Checked, draw_at
 from isosgd.sampling.settings import HEATED, check_heating
 from isosgd.sampling.starts import set_aside
-from isosgd.sampling.weights import Weights, starts_alone, weighted
+from isosgd.sampling.weights import Weights, examples_identity, starts_alone, weighted
 from isosgd.store import Manifest
+from isosgd.store.writer import check_new, make_folder
 from isosgd.target import Target
 from isosgd.target.batches import batch_length, tree_map, with_tensors
 from isosgd.target.likelihoods import Bernoulli, Categorical, Heteroscedastic
@@ -201,11 +202,15 @@ class TrainedRun:
             )
         self.target, self.device, self.temperature, self.chains = target, common["device"], temperature, chains
         self.store, self.ranks, self.deadline = of_run["store"], of_run["ranks"], of_run["deadline"]
+        self.begun = self.store is not None and of_run["resume"] and Manifest.begun(Path(self.store))
+        if self.store is not None and Path(self.store).exists():  # before the trials
+            make_folder(Path(self.store))
+            if not of_run["resume"]:
+                check_new(Path(self.store))
         self.shows = of_run["progress"] and (self.ranks is None or self.ranks.rank == 0)
         # A run with a store begins at the networks rather than where a trial ended, so that it can be resumed without
         # the trials; so does a run over several processes.
         self.alone = self.store is None and self.ranks is None
-        self.begun = self.store is not None and of_run["resume"] and Manifest.begun(Path(self.store))
         self.keep_every, self.warmup = keep_every, warmup
         self.data, self.held_out = set_aside(held_out, data, target, common["seed"])
         self.of_run = dict(of_run)
@@ -214,7 +219,11 @@ class TrainedRun:
         self.starts = self.given = list(starts)
         self.spent = {"gradients": 0, "seconds": 0.0}  # of trials and runs
         scored = self.held_out or (None if common["transform"] is not None else _some(self.data, target))
-        if scored is not None:
+        known = Manifest.read(Path(self.store)).info.get("start_scales") if self.begun else None
+        if known is not None and len(known) == len(starts):  # chains must begin where they did
+            scales = [{name: torch.as_tensor(x, dtype=target.dtype) for name, x in one.items()} for one in known]
+            self.starts = [{**start, **own} for start, own in zip(starts, scales, strict=True)]
+        elif scored is not None:
             self.starts = [with_noise_scale(target, start, scored, self.device) for start in starts]
         self.choosing = temperature in (None, "auto")  # the temperature
         self.by_noise = learns_noise(target)  # then T is 1, and held-out examples do not choose it
@@ -409,6 +418,8 @@ class TrainedRun:
             judging = self._judging(drawn, total if isinstance(total, int) else DRAWS)
             settings |= {"deadline": self.deadline - judging, "scoring": self.ladder.scoring}
         about = self._about(choice)
+        if self.store is not None and self.target.noise_scales():
+            about["start_scales"] = self._scales()
         if self.begun and (known := Manifest.read(Path(self.store)).info.get("temperature_choice")):
             about["temperature_choice"] = known  # of the call that began the run
         found = self._draw(
@@ -535,7 +546,8 @@ class TrainedRun:
     def _keep(self, weights: Weights) -> None:
         """Write to the store how to predict with its draws."""
         if self.store is not None and (self.ranks is None or self.ranks.rank == 0):
-            weights.write(Path(self.store))
+            assert self.held_out is not None
+            replace(weights, examples=examples_identity(self.held_out)).write(Path(self.store))
         if self.ranks is not None:
             self.ranks.gather(None)  # then all may load it
 
@@ -551,15 +563,18 @@ class TrainedRun:
         warn_caller(choice.reason + stored)
         about, engine = self._about(choice), {"engine": self.engine} if self.engine else {}
         if drawn is not None:
-            names = self.target.noise_scales()
-            scales = [{name: torch.as_tensor(start[name]).tolist() for name in names} for start in self.starts]
-            weights = Weights(1.0, scale, None, drawn.num_draws, about["temperature_choice"], scales)
+            weights = Weights(1.0, scale, None, drawn.num_draws, about["temperature_choice"], self._scales())
             self._keep(weights)
             return weights.applied(drawn)
         info = {**self.spent, **engine, "complete": True, **about}
         found = starts_alone(start_posterior(self.target, self.starts), info, as_tensors(self.data), scale)
         found.starts = list(self.starts)
         return found
+
+    def _scales(self) -> list[dict[str, Any]]:
+        """The noise scale of each start, as plain numbers."""
+        names = self.target.noise_scales()
+        return [{n: torch.as_tensor(start[n]).tolist() for n in names if n in start} for start in self.starts]
 
     def _about(self, choice: Choice) -> dict[str, Any]:
         return {"temperature_choice": choice.as_dict(), "starts": len(self.starts)}

@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 
+from isosgd.data.sources import Tensors
 from isosgd.errors import warn_caller
 from isosgd.posterior import Posterior
 from isosgd.posterior.comparison import STARTS
 from isosgd.sampling.ladder import start_posterior
+from isosgd.sampling.request import fingerprint
 from isosgd.store import Manifest, StoreError
 from isosgd.store.writer import lock
+from isosgd.target.batches import tensors_of
 
 KEPT = ("complete", "seconds", "gradients", "engine", "store", "lengths", "starts", "temperature_choice")
 """What ``info`` says of a run also where the draws are the starts alone."""
@@ -46,6 +49,7 @@ class Weights:
         of: draws of each chain when the examples were asked.
         choice: how the temperature was chosen, and what the examples said.
         scales: of the noise of each start, by name, with which it predicts alone; networks have none.
+        examples: SHA-256 of the tensors of the held-out examples.
     """
 
     share: float
@@ -54,10 +58,12 @@ class Weights:
     of: int
     choice: Mapping[str, Any]
     scales: Sequence[Mapping[str, Any]] = ()
+    examples: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         whole = [n for n in (self.draws, self.of) if n is not None]
-        if not (0 < self.share <= 1 and self.softmax_temperature > 0 and all(type(n) is int and n > 0 for n in whole)):
+        right = 0 < self.share <= 1 and self.softmax_temperature > 0 and all(type(n) is int and n > 0 for n in whole)
+        if not (right and isinstance(self.choice, Mapping)):
             raise ValueError(f"share = {self.share}, softmax_temperature = {self.softmax_temperature}, draws = {whole}")
 
     def write(self, folder: Path) -> None:
@@ -116,9 +122,18 @@ def starts_alone(found: Posterior, info: Mapping[str, Any], data: Any, softmax_t
     return Posterior(found.target, found.draws, about, data, found.buffers)
 
 
+def examples_identity(held_out: Tensors) -> list[str]:
+    """SHA-256 of each tensor."""
+    return [fingerprint(t)["sha256"] for t in tensors_of(held_out)]
+
+
 def weighted(drawn: Posterior, weights: Weights | None) -> Posterior:
     """The draws of a stored run as held-out examples weight them, if they did and the draws can predict."""
-    if _as_drawn.get() or drawn.target is None or not drawn.starts:
+    if _as_drawn.get() or drawn.target is None:
+        return drawn
+    if not drawn.starts:
+        if weights is not None:
+            warn_caller("without the trained networks the draws predict as drawn, and may predict worse than these did")
         return drawn
     if weights is None:
         if drawn.num_draws and drawn.info.get("temperature_choice", {}).get("held_out"):
