@@ -113,7 +113,7 @@ def together(pair: Pair, sets: Sets, starts: Sequence[Start]) -> Posterior:
 
 
 def calibrated(pair: Pair, sets: Sets, starts: Sequence[Start]) -> Posterior:
-    """The same at the softmax temperature, or with the noise scales, under which they predict held-out examples best."""
+    """The same at the softmax temperature, or the noise scale, under which they predict held-out examples best."""
     if pair.likelihood != "gaussian":
         return together(pair, sets, starts).calibrated(*sets.held_out, batch_size=BATCH)
     target = target_of(pair, sets, starts[0])
