@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isosgd.data.sources import as_tensors, joined
+from isosgd.data.sources import Tensors, as_tensors, joined
 from isosgd.diagnostics.meter import LEAST
 from isosgd.diagnostics.summary import PosteriorSummary, summary_of
 from isosgd.diagnostics.traces import as_array
@@ -64,6 +64,8 @@ from isosgd.target.batches import (
 from isosgd.target.heads import Head
 from isosgd.target.likelihoods import Tokens
 from isosgd.target.modules import unwrapped
+
+SCALES, SCORED = 33, 1_000  # noise scales tried at once for a trained network, and examples predicted at once
 
 
 class Posterior:
@@ -636,8 +638,6 @@ class Posterior:
         if batch_length(batch) == 0:
             raise ValueError("against_start was given no examples: there is nothing to compare")
         if self.num_draws and view.target.noise_scales():
-            from isosgd.sampling.ladder import with_noise_scale
-
             states = [with_noise_scale(view.target, state, batch, device) for state in states]
         began = self.start_draws(states)
         each = began.log_likelihood(batch, batch_size=batch_size, device=device)[:, 0]
@@ -827,3 +827,32 @@ def _mean_and_variance(found: Any, x: Any, batch_size: int | None) -> tuple[Tens
             f"shape {list(mean.shape[1:])}; leave batch_size out"
         )
     return mean, variance
+
+
+def with_noise_scale(target: Target, start: State, examples: Tensors, device: Any) -> State:
+    """A start with the noise scale under which it predicts best.
+
+    A network has no noise scale. Under an arbitrary one its score would be poor, and any draws would look better.
+    """
+    for name in target.noise_scales():
+        if name in start:
+            continue
+        spread, here = 1e4, 1.0  # a grid over eight decades, then finer ones around the best
+        for _ in range(4):
+            scales = here * torch.logspace(-math.log10(spread), math.log10(spread), SCALES, dtype=torch.float64)
+            one = start_posterior(target, [start])
+            shape = one.draws[name].shape[2:]
+            draws = {key: x.expand(1, SCALES, *x.shape[2:]) for key, x in one.draws.items()}
+            draws[name] = scales.to(one.draws[name]).view(1, SCALES, *[1] * len(shape)).expand(1, SCALES, *shape)
+            buffers = {key: x.expand(1, SCALES, *x.shape[2:]) for key, x in one.buffers.items()}
+            grid = Posterior(target, draws, {}, buffers=buffers)
+            likely = grid.log_likelihood(examples, batch_size=SCORED, device=device).double().sum((0, 2))
+            here, spread = float(scales[int(likely.nan_to_num(-math.inf).argmax())]), spread ** (4 / SCALES)
+        start = {**start, name: torch.full(shape, here, dtype=one.draws[name].dtype, device=target.device)}
+    return start
+
+
+def start_posterior(target: Target, starts: Sequence[State]) -> Posterior:
+    """A posterior whose draws are the starts, one per chain."""
+    draws, buffers = stacked(starts, target, {})
+    return Posterior(target, draws, {"method": STARTS, "temperature": 0.0}, buffers=buffers)

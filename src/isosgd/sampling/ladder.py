@@ -29,8 +29,8 @@ from isosgd.data.sources import Tensors
 from isosgd.errors import DivergedError, OutOfTimeError, SamplingWarning
 from isosgd.posterior import Posterior
 from isosgd.posterior.calibration import FEW, Densities, best_temperature
-from isosgd.posterior.comparison import STARTS, stacked
 from isosgd.posterior.draws import place_of
+from isosgd.posterior.posterior import start_posterior
 from isosgd.progress import tell
 from isosgd.target import Target
 from isosgd.target.batches import tensors_of
@@ -46,7 +46,6 @@ HARM = 0.25  # the same, to try a lower one of falling temperatures
 SHARES = tuple(k / 20 for k in range(1, 19))  # weights of the starts; a larger one would make the draws useless
 BOTH = 2.0  # pseudo-examples in favour of the starts, and as many in favour of the draws
 SCORED, SCORED_ON_CPU = 1_000, 250  # examples predicted at once; larger batches of images are slower on a CPU
-SCALES = 33  # noise scales tried at once
 
 State = Mapping[str, Any]
 
@@ -231,35 +230,6 @@ def densities(posterior: Posterior, examples: Tensors, device: Any, counts: Sequ
     place = place_of(device, None if posterior.target is None else posterior.target.device, examples)
     size = SCORED_ON_CPU if place.type == "cpu" else SCORED
     return posterior.densities(examples, counts, batch_size=size, device=device)
-
-
-def with_noise_scale(target: Target, start: State, examples: Tensors, device: Any) -> State:
-    """A start with the noise scale under which it predicts best.
-
-    A network has no noise scale. Under an arbitrary one its score would be poor, and any draws would look better.
-    """
-    for name in target.noise_scales():
-        if name in start:
-            continue
-        spread, here = 1e4, 1.0  # a grid over eight decades, then finer ones around the best
-        for _ in range(4):
-            scales = here * torch.logspace(-math.log10(spread), math.log10(spread), SCALES, dtype=torch.float64)
-            one = start_posterior(target, [start])
-            shape = one.draws[name].shape[2:]
-            draws = {key: x.expand(1, SCALES, *x.shape[2:]) for key, x in one.draws.items()}
-            draws[name] = scales.to(one.draws[name]).view(1, SCALES, *[1] * len(shape)).expand(1, SCALES, *shape)
-            buffers = {key: x.expand(1, SCALES, *x.shape[2:]) for key, x in one.buffers.items()}
-            grid = Posterior(target, draws, {}, buffers=buffers)
-            likely = grid.log_likelihood(examples, batch_size=SCORED, device=device).double().sum((0, 2))
-            here, spread = float(scales[int(likely.nan_to_num(-math.inf).argmax())]), spread ** (4 / SCALES)
-        start = {**start, name: torch.full(shape, here, dtype=one.draws[name].dtype, device=target.device)}
-    return start
-
-
-def start_posterior(target: Target, starts: Sequence[State]) -> Posterior:
-    """A posterior whose draws are the starts, one per chain."""
-    draws, buffers = stacked(starts, target, {})
-    return Posterior(target, draws, {"method": STARTS, "temperature": 0.0}, buffers=buffers)
 
 
 def last_draws(posterior: Posterior) -> list[State]:

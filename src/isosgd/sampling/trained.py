@@ -29,6 +29,7 @@ from isosgd.engine.state import AS_IS
 from isosgd.errors import DivergedError, OutOfTimeError, warn_caller
 from isosgd.posterior import Posterior
 from isosgd.posterior.calibration import FEW, warn_of_end
+from isosgd.posterior.posterior import start_posterior, with_noise_scale
 from isosgd.progress import tell
 from isosgd.samplers.schedules import STAGE_DRAWS
 from isosgd.sampling.ladder import (
@@ -44,8 +45,6 @@ from isosgd.sampling.ladder import (
     densities,
     has_classes,
     last_draws,
-    start_posterior,
-    with_noise_scale,
 )
 from isosgd.sampling.run import Checked, draw_at
 from isosgd.sampling.settings import HEATED, check_heating

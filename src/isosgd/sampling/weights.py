@@ -16,7 +16,7 @@ from isosgd.data.sources import Tensors
 from isosgd.errors import warn_caller
 from isosgd.posterior import Posterior
 from isosgd.posterior.comparison import STARTS
-from isosgd.sampling.ladder import start_posterior
+from isosgd.posterior.posterior import start_posterior
 from isosgd.sampling.request import fingerprint
 from isosgd.store import Manifest, StoreError
 from isosgd.store.writer import lock
