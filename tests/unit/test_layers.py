@@ -408,17 +408,26 @@ def test_many_steps_in_a_call_are_those_without_the_library(
 
 
 @pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("method", ["isgd", "csghmc"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "isgd", "warmup": 200},
+        {"method": "isgd", "warmup": 0, "lam": 2.0, "structure": "layer"},  # no noise is known before the first step
+        {"method": "csghmc", "warmup": 0, "lr": 1e-3, "cycle": 20},
+    ],
+    ids=["warm", "cold", "cycles"],
+)
 @pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
-def test_draws_of_a_plain_network_take_many_steps_a_call_without_the_compiler(method: str, tmp_path: Path) -> None:
+def test_draws_of_a_plain_network_take_many_steps_a_call_without_the_compiler(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     """Nothing is compiled for so few steps. A run that is extended has the draws of a longer one."""
     net, x = dense(7, (64,), 3), drawn(1, 600, 7)
-    options = {"lr": 1e-3, "cycle": 20, "warmup": 0} if method == "csghmc" else {"warmup": 200}
 
     def run(draws: int, **more: Any) -> Posterior:
         return sample(
-            Target.from_module(net, "categorical", priors.Normal(1.0)), (x, torch.arange(600) % 3), method=method,
-            draws=draws, keep_every=10, temperature=0.1, progress=False, seed=2, **options, **more,
+            Target.from_module(net, "categorical", priors.Normal(1.0)), (x, torch.arange(600) % 3), draws=draws,
+            keep_every=10, temperature=0.1, progress=False, seed=2, **options, **more,
         )  # fmt: skip
 
     whole = run(6)

@@ -199,6 +199,11 @@ class NoiseModel:
         """Whether every group has a first estimate."""
         return all(self.estimator.ready(group["seen"]) for group in self.groups)
 
+    @property
+    def begun(self) -> bool:
+        """Whether every group has seen a noise vector."""
+        return all(self.of_group(group) is not None for group in self.groups)
+
     def of_group(self, group: Group) -> dict[str, Any] | None:
         """The state with a group's ring and top eigenvector, or None before the first noise vector."""
         return next((self.optimizer.state[p] for p in group["params"] if self._knows(p, "top")), None)
