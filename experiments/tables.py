@@ -123,7 +123,7 @@ def run_one(given: dict[str, Any]) -> dict[str, Any]:
 
 def _start_mean(posterior: Any, x: torch.Tensor) -> torch.Tensor:
     """What the trained networks say that chains began with, on average."""
-    from isosgd.posterior.posterior import start_posterior
+    from isosgd.sampling.weights import start_posterior
 
     return start_posterior(posterior.target, posterior.starts).predict(x).mean  # type: ignore[no-any-return]
 

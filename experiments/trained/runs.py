@@ -22,7 +22,8 @@ from experiments.trained.training import starts as networks
 from isosgd import DivergedError, Posterior, Target, priors
 from isosgd.metrics import accuracy, auroc, brier, ece, predictive_entropy, rmse
 from isosgd.posterior.comparison import ensemble_curve, worth
-from isosgd.posterior.posterior import start_posterior, with_noise_scale
+from isosgd.posterior.starts import with_noise_scale
+from isosgd.sampling.weights import start_posterior
 
 BATCH = 2000  # examples that are predicted at once
 EPOCHS, LEAST, WARMUP, DRAWS = 10, 1500, 0.4, 30  # of a run at a given temperature, see `lengths`

@@ -1,16 +1,17 @@
-"""Softmax temperatures: predictions of classes that are as sure as held-out examples say they should be."""
+"""Softmax temperatures and noise factors: predictions that are as sure as held-out examples say they should be."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from isosgd import Posterior, SamplingWarning, Target, priors, sample
+from isosgd import Posterior, SamplingWarning, Target, likelihoods, load, priors, sample
 from isosgd.posterior.calibration import AVERAGES, leave_one_out, sharpest
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
@@ -56,8 +57,10 @@ def test_far_from_1_the_temperature_is_found_roughly(sureness: float) -> None:
 def test_the_last_temperature_that_is_tried_is_warned_of(sureness: float) -> None:
     """By `calibrated` and by the call itself, where the start comes back."""
     posterior, held_out = too_sure(sureness=sureness), examples(2_000, 0)
-    size = "small" if sureness < 1 else "large"
-    message = f"is the last of those that are tried, 0.082 to 148: the network's logits are far too {size}"
+    size = "unsure" if sureness < 1 else "sure"
+    message = (
+        f"softmax temperature .* is the last of those that are tried, 0.082 to 148: predictions are far too {size} "
+    )
     with pytest.warns(SamplingWarning, match=message) as said:
         posterior.calibrated(*held_out)
     assert said[0].filename == __file__
@@ -144,11 +147,15 @@ def test_other_temperatures_are_refused(value: float) -> None:
         too_sure().at_softmax_temperature(value)
 
 
-def test_numbers_have_no_softmax_temperature() -> None:
-    target = Target.from_module(nn.Linear(1, 1), "gaussian")
-    draws = {"weight": torch.zeros(1, 2, 1, 1), "bias": torch.zeros(1, 2, 1), "likelihood.scale": torch.ones(1, 2)}
+def test_numbers_have_no_softmax_temperature_and_classes_no_noise_factor() -> None:
     with pytest.raises(ValueError, match="a softmax temperature is for classes"):
-        Posterior(target, draws, {}).calibrated(torch.zeros(3, 1), torch.zeros(3, 1))
+        regression("gaussian").at_softmax_temperature(2.0)
+    with pytest.raises(ValueError, match="a noise factor is for regressions"):
+        too_sure().at_noise_factor(2.0)
+    with pytest.raises(ValueError, match="noise factor = -1 must be a positive number"):
+        regression("gaussian").at_noise_factor(-1)
+    with pytest.raises(ValueError, match="predictions have no noise factor, which is for classes, and for noise"):
+        regression(likelihoods.Gaussian(0.1)).calibrated(torch.zeros(3, 2), torch.zeros(3, 2))
 
 
 def test_a_trained_network_that_is_too_sure_comes_back_calibrated() -> None:
@@ -163,7 +170,7 @@ def test_a_trained_network_that_is_too_sure_comes_back_calibrated() -> None:
     )
     assert posterior.softmax_temperature == pytest.approx(SURENESS, rel=0.15)
     choice = posterior.info["temperature_choice"]
-    assert choice["start_softmax_temperature"] == pytest.approx(SURENESS, rel=0.15)
+    assert choice["start_width"] == pytest.approx(SURENESS, rel=0.15)
     assert choice["calibrated_nll"] < choice["start_nll"] and "softmax temperature" in choice["reason"]
     new = examples(20_000, 2)
     found = posterior.against_start(*new)
@@ -211,7 +218,7 @@ def test_the_first_draws_of_each_chain_are_averaged() -> None:
     found = three.densities(batch, [3, 1], batch_size=7)
     for i, some in enumerate((three, three.select(draws=slice(0, 1)))):
         for index in (found.one, 3, 20):
-            scaled = some.at_softmax_temperature(found.temperatures[index])
+            scaled = some.at_softmax_temperature(found.widths[index])
             wanted = scaled.log_predictive(batch).double()
             torch.testing.assert_close(found.values[index, i], wanted, rtol=1e-5, atol=1e-5)
 
@@ -224,6 +231,114 @@ def test_logits_that_say_nothing_are_left_as_they_are() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert flat.calibrated(torch.randn(50, 4), torch.arange(50) % 2).softmax_temperature == 1.0
+
+
+# ------------------------------------------------------------------------------------------------- noise factors
+
+NOISE, SAID = 0.6, 0.2  # standard deviation of the noise, and what the draws say it is
+
+
+class Wide(nn.Module):
+    """Two means, and logarithms of squared noise scales for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Linear(2, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.mean(x)
+        return torch.stack([mean, torch.full_like(mean, 2 * math.log(SAID))], -1)
+
+
+def regression(likelihood: Any) -> Posterior:
+    """Draws at the true model, with noise that is too small."""
+    wide = likelihood == "heteroscedastic"
+    target = Target.from_module(Wide() if wide else nn.Linear(2, 2, bias=False), likelihood, priors.Normal(1.0))
+    draws = {"mean.weight" if wide else "weight": torch.eye(2).expand(1, 4, 2, 2)}
+    if target.noise_scales():
+        draws["likelihood.scale"] = torch.full((1, 4), SAID)
+    return Posterior(target, draws, {"method": "hmc", "temperature": 1.0})
+
+
+def responses(count: int, seed: int, df: float = math.inf) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, noise = torch.randn(count, 2, generator=generator), torch.randn(count, 2, generator=generator)
+    if df < math.inf:
+        noise /= (torch._standard_gamma(torch.full((count, 2), df / 2), generator) * 2 / df).sqrt()
+    return x, x + NOISE * noise
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "df"), [("gaussian", math.inf), (likelihoods.StudentT(5.0), 5.0), ("heteroscedastic", math.inf)]
+)
+def test_the_noise_factor_that_is_known_is_found(likelihood: Any, df: float) -> None:
+    plain = regression(likelihood)
+    found = plain.calibrated(*responses(5_000, 0, df))
+    assert found.noise_factor == pytest.approx(NOISE / SAID, rel=0.06)  # factors are a tenth apart
+    assert found.softmax_temperature == 1
+    x, y = responses(5_000, 1, df)
+    gain = found.log_predictive((x, y)) - plain.log_predictive((x, y))
+    assert float(gain.mean()) > 5 * float(gain.std()) / math.sqrt(len(gain))
+    usual = found.noise_factor**2 * plain.predict(x).variance  # type: ignore[operator]
+    torch.testing.assert_close(found.predict(x).variance, usual)
+    torch.testing.assert_close(found.predict(x).mean, plain.predict(x).mean)
+    apart = found.simulate(x)[0, 0] - x
+    assert float(apart.square().mean()) == pytest.approx(float(usual.mean()), rel=0.1)
+    torch.testing.assert_close(found.at_noise_factor(1.0).log_predictive((x, y)), plain.log_predictive((x, y)))
+
+
+def test_intervals_hold_what_they_should_hold_with_a_noise_factor() -> None:
+    found = regression("gaussian").calibrated(*responses(5_000, 0))
+    x, y = responses(5_000, 1)
+    low, high = found.predict(x, levels=(0.05, 0.95)).interval(0.9)
+    inside = ((y > low) & (y < high)).float().mean()
+    assert float(inside) == pytest.approx(0.9, abs=0.02)  # by the distance of a tenth between factors; error 0.004
+
+
+def test_a_few_rows_that_fit_do_not_make_the_noise_vanish() -> None:
+    """Nor does a single outlier blow it up."""
+    found, x = regression("gaussian"), torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
+    assert 0.6 < found.calibrated(x, x).noise_factor <= 1.0
+    y = x + SAID * torch.randn(6, 2, generator=torch.Generator().manual_seed(1))
+    y[3] += 5.0
+    assert 0.6 < found.calibrated(x, y).noise_factor < 1.3
+
+
+def test_densities_of_numbers_are_those_at_each_noise_factor() -> None:
+    found, batch = regression(likelihoods.Gaussian(outputs=2)), responses(30, 2)
+    found.draws["likelihood.scale"] = torch.tensor([0.2, 0.4]).expand(1, 4, 2)
+    at = found.densities(batch, batch_size=7)
+    for index in (at.one, 3, 20):
+        wanted = found.at_noise_factor(at.widths[index]).log_predictive(batch).double()
+        torch.testing.assert_close(at.values[index, 0], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_regression_that_is_too_sure_is_calibrated_by_the_call_itself(tmp_path: Path) -> None:
+    """By a network with 60 units on 40 rows, trained until the noise is fitted. A stored run keeps the factor."""
+    torch.manual_seed(0)
+    x = torch.randn(2_140, 1)
+    y = x.sin() + 0.3 * torch.randn(2_140, 1)
+    train, held_out, new = ((x[part], y[part]) for part in (slice(40), slice(40, 140), slice(140, None)))
+    model = nn.Sequential(nn.Linear(1, 60), nn.Tanh(), nn.Linear(60, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(3_000):
+        optimizer.zero_grad()
+        (model(train[0]) - train[1]).square().mean().backward()
+        optimizer.step()
+    start = {**model.state_dict(), "likelihood.scale": (model(train[0]) - train[1]).std().detach()}
+    target = Target.from_module(model, "gaussian", priors.Normal(10.0))
+    found = sample(
+        target, train, starts=[start], held_out=held_out, method="hmc", warmup=900, draws=8, keep_every=4,
+        store=tmp_path / "run", progress=False,
+    )  # fmt: skip
+    assert found.noise_factor > 1.2
+    choice = found.info["temperature_choice"]
+    assert choice["start_width"] > 1.2 and "noise factor" in choice["reason"]
+    assert found.against_start(*new).helps
+    again = load(tmp_path / "run", target)
+    assert again.noise_factor == found.noise_factor
+    torch.testing.assert_close(again.log_predictive(new), found.log_predictive(new))
+    assert load(tmp_path / "run", target, as_drawn=True).noise_factor == 1
 
 
 def test_an_example_that_is_left_out_is_predicted_by_the_posterior_of_the_others() -> None:

@@ -256,7 +256,7 @@ def test_held_out_examples_are_predicted_once_by_each_trial() -> None:
     model = Watched(*model)
     found = sample(target_of(model), data, starts=[model], held_out=held_out, **run)
     choice = found.info["temperature_choice"]
-    assert choice["start_softmax_temperature"] <= 1
+    assert choice["start_width"] <= 1
     tried = [calls.count(SCORED_ON_CPU), calls.count(400 - SCORED_ON_CPU)]
     calls.clear()
     found.log_predictive(held_out, batch_size=SCORED_ON_CPU)

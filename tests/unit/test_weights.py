@@ -185,7 +185,7 @@ def test_weights_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     target, _ = run(tmp_path / "run")
     manifest = Manifest.read(tmp_path / "run")
     good = manifest.weights
-    for bad in ({"part": 0.5}, {**good, "share": "x"}, {**good, "draws": 0}, {**good, "softmax_temperature": -1.0}):
+    for bad in ({"part": 0.5}, {**good, "share": "x"}, {**good, "draws": 0}, {**good, "width": -1.0}):
         manifest.weights = bad
         manifest.write(tmp_path / "run")
         with pytest.raises(StoreError, match="as_drawn=True"):

@@ -16,7 +16,7 @@ import torch
 from isosgd import Posterior, Target, load
 from isosgd.diagnostics.verdict import RUN_LONGER
 from isosgd.errors import first_line
-from isosgd.posterior.comparison import STARTS
+from isosgd.posterior.starts import STARTS
 from isosgd.report import Subject, write_report
 from isosgd.samplers import METHODS
 from isosgd.sampling.stopping import MOST_DRAWS

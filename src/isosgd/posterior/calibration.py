@@ -1,8 +1,8 @@
-"""Softmax temperatures: calibration of class predictions by held-out examples.
+"""The width of predictions: their calibration by held-out examples.
 
-The logits of every draw are divided by one number, chosen so that the average over draws predicts the examples best
-(Guo, Pleiss, Sun and Weinberger, 2017, for one network). This does not change what is sampled, and is not the
-temperature of a density.
+The logits of every draw are divided by one number, or the noise scales of a regression multiplied by it, chosen so that
+the average over draws predicts the examples best (Guo, Pleiss, Sun and Weinberger, 2017, for one network; there it is
+the softmax temperature). This does not change what is sampled, and is not the temperature of a density.
 
 Without held-out examples, each training example is predicted as if it had been left out (`leave_one_out`), and the
 logarithm of the average is divided (`sharpened`), since an average over a wide posterior is less confident than its
@@ -21,17 +21,18 @@ from torch.nn import functional as F
 
 from isosgd.errors import warn_caller
 from isosgd.target.likelihoods import Bernoulli, Categorical, Likelihood
+from isosgd.target.params import Params
 
 # From 0.61 to 12 in steps of 10%, with a few beyond.
-TEMPERATURES = tuple(math.exp(k / 10) for k in (-25, -20, -15, -10, *range(-5, 26), 30, 35, 40, 45, 50))
+WIDTHS = tuple(math.exp(k / 10) for k in (-25, -20, -15, -10, *range(-5, 26), 30, 35, 40, 45, 50))
 AVERAGES = tuple(math.exp(k / 20) for k in sorted(range(-50, 51), key=abs))  # for averages; ties go to the nearest to 1
 FEW = 2  # examples whose gain may be luck, such as those a network got wrong with confidence
 UNSEEN = 1  # examples with random labels, added to those left out one by one
 
 
-def can_be_scaled(likelihood: object) -> bool:
-    """Whether logits of this likelihood can be divided by a softmax temperature."""
-    return isinstance(likelihood, Categorical | Bernoulli)
+def has_width(likelihood: object) -> bool:
+    """Whether predictions under this likelihood can be wider or narrower."""
+    return isinstance(likelihood, Likelihood) and likelihood.can_widen
 
 
 def label_and_mean(likelihood: Likelihood, logits: Tensor, y: Tensor) -> Tensor:
@@ -47,31 +48,44 @@ def label_and_mean(likelihood: Likelihood, logits: Tensor, y: Tensor) -> Tensor:
     return torch.stack([label.reshape(len(y), -1).sum(1), mean.reshape(len(y), -1).sum(1)], -1)
 
 
+def log_likelihood_and_usual(likelihood: Likelihood, output: Tensor, y: Tensor, params: Params, width: float) -> Tensor:
+    """Log likelihood of each example at a width of the prediction, and that of usual outcomes, ``[n, 2]``.
+
+    Usual outcomes are random labels of classes. For numbers they are outcomes of the draw itself, were it normal, and
+    what does not depend on the width is left out.
+    """
+    output, params = likelihood.wider(output, params, width)
+    if isinstance(likelihood, Categorical | Bernoulli):
+        return label_and_mean(likelihood, output, y)
+    found, size = likelihood.log_prob(output, y, params), math.prod(y.shape[1:])
+    return torch.stack([found, torch.full_like(found, size * (-math.log(width) - 0.5 / width**2))], -1)
+
+
 @dataclass(frozen=True)
 class Densities:
-    """Log densities of examples under averages over draws, at several softmax temperatures.
+    """Log densities of examples under averages over draws, at several widths of predictions.
 
     Attributes:
-        values: ``[temperatures, averages, n]``.
-        random: ``[temperatures]``, the mean log density of random labels under single draws.
-        temperatures: divisors of the logits; only 1 if predictions are not of classes.
+        values: ``[widths, averages, n]``.
+        usual: ``[widths]``, the mean log density of usual outcomes under single draws, but for a constant.
+        widths: softmax temperatures, or factors of the noise scale; only 1 where predictions have neither.
     """
 
     values: Tensor
-    random: Tensor
-    temperatures: tuple[float, ...]
+    usual: Tensor
+    widths: tuple[float, ...]
 
     @classmethod
     def joined(cls, parts: Sequence[Densities]) -> Densities:
         """Concatenate examples."""
         sizes = torch.tensor([len(part) for part in parts], dtype=torch.float64)
-        random = (torch.stack([part.random for part in parts]) * sizes[:, None]).sum(0) / sizes.sum()
-        return cls(torch.cat([part.values for part in parts], -1), random, parts[0].temperatures)
+        usual = (torch.stack([part.usual for part in parts]) * sizes[:, None]).sum(0) / sizes.sum()
+        return cls(torch.cat([part.values for part in parts], -1), usual, parts[0].widths)
 
     @property
     def one(self) -> int:
-        """Index of the temperature 1."""
-        return self.temperatures.index(1.0)
+        """Index of the width 1."""
+        return self.widths.index(1.0)
 
     def __len__(self) -> int:
         """Number of examples."""
@@ -79,34 +93,34 @@ class Densities:
 
     def some(self, which: slice) -> Densities:
         """A slice of the examples."""
-        return Densities(self.values[..., which], self.random, self.temperatures)
+        return Densities(self.values[..., which], self.usual, self.widths)
 
     def plain(self) -> Densities:
-        """Only temperature 1."""
+        """Only width 1."""
         only = slice(self.one, self.one + 1)
-        return Densities(self.values[only], self.random[only], (1.0,))
+        return Densities(self.values[only], self.usual[only], (1.0,))
 
     def unlikely(self, index: int, gain: Tensor) -> float:
-        """Penalty of a temperature whose log densities exceed those at temperature 1 by ``gain``.
+        """Penalty of a width whose log densities exceed those at width 1 by ``gain``.
 
-        It removes the gains of the `FEW` examples that gain most, and adds as many examples with random labels.
-        Otherwise a few dozen examples that are all right would make a network fully confident.
+        It removes the gains of the `FEW` examples that gain most, and adds as many usual outcomes, such as random
+        labels. Otherwise a few dozen examples that are all right would make a network fully confident.
         """
         most = gain.topk(min(FEW, len(gain))).values.clamp_min(0).sum()
-        return float(most) - FEW * min(0.0, float(self.random[index] - self.random[self.one]))
+        return float(most) - FEW * min(0.0, float(self.usual[index] - self.usual[self.one]))
 
 
-def averaged(blocks: Iterable[Tensor], temperatures: tuple[float, ...], counts: Sequence[int], draws: int) -> Densities:
-    """Running averages over blocks ``[draws, n, temperatures, 2]`` of log likelihoods from `label_and_mean`.
+def averaged(blocks: Iterable[Tensor], widths: tuple[float, ...], counts: Sequence[int], draws: int) -> Densities:
+    """Running averages over blocks ``[draws, n, widths, 2]`` from `log_likelihood_and_usual`.
 
     Args:
         blocks: draws in order, one chain after the other.
-        temperatures: of the softmax.
+        widths: of the predictions.
         counts: for each average, the number of first draws of each chain in it.
         draws: number of draws of each chain.
     """
     sums: list[Tensor | None] = [None] * len(counts)
-    random, done, taken = torch.zeros(len(temperatures), dtype=torch.float64), 0, [0] * len(counts)
+    usual, done, taken = torch.zeros(len(widths), dtype=torch.float64), 0, [0] * len(counts)
     for block in blocks:
         each, place = block[..., 0].double(), torch.arange(done, done + len(block)) % draws
         for i, count in enumerate(counts):
@@ -114,23 +128,23 @@ def averaged(blocks: Iterable[Tensor], temperatures: tuple[float, ...], counts: 
                 found, before = each[mine.to(each.device)].logsumexp(0), sums[i]
                 sums[i] = found if before is None else torch.logaddexp(before, found)
                 taken[i] += int(mine.sum())
-        random += block[..., 1].double().mean(1).sum(0).cpu()
+        usual += block[..., 1].double().mean(1).sum(0).cpu()
         done += len(block)
     values = [x.T.cpu() - math.log(n) for x, n in zip(sums, taken, strict=True) if x is not None]
-    return Densities(torch.stack(values, 1), random / done, temperatures)
+    return Densities(torch.stack(values, 1), usual / done, widths)
 
 
-def best_temperature(found: Densities) -> int:
-    """Index of the softmax temperature that predicts the examples best, under the first average.
+def best_width(found: Densities) -> int:
+    """Index of the width that predicts the examples best, under the first average.
 
     Example:
-        >>> from isosgd.posterior.calibration import TEMPERATURES
+        >>> from isosgd.posterior.calibration import WIDTHS
         >>> logits = torch.tensor([8.0, 0.0]).expand(1000, 2)  # sure of the first class, and right in 900 of 1,000
         >>> y = (torch.arange(1000) % 10 == 0).long()
-        >>> at = [(logits / t).log_softmax(1) for t in TEMPERATURES]
+        >>> at = [(logits / t).log_softmax(1) for t in WIDTHS]
         >>> values = torch.stack([x.gather(1, y[:, None])[:, 0] for x in at])[:, None]
-        >>> random = torch.stack([x.mean() for x in at])
-        >>> best = TEMPERATURES[best_temperature(Densities(values, random, TEMPERATURES))]
+        >>> usual = torch.stack([x.mean() for x in at])
+        >>> best = WIDTHS[best_width(Densities(values, usual, WIDTHS))]
         >>> round(best, 2), round(8 / math.log(9), 2)
         (3.67, 3.64)
     """
@@ -140,7 +154,7 @@ def best_temperature(found: Densities) -> int:
         gain = found.values[index, 0] - base
         return float(gain.sum()) - (found.unlikely(index, gain) if index != found.one else 0.0)
 
-    return max(range(len(found.temperatures)), key=lambda index: (total(index), index == found.one))
+    return max(range(len(found.widths)), key=lambda index: (total(index), index == found.one))
 
 
 def leave_one_out(probabilities: Tensor, y: Tensor) -> Tensor:
@@ -197,12 +211,17 @@ def sharpest(logs: Tensor, y: Tensor) -> float:
     return max(AVERAGES, key=gain)
 
 
-def warn_of_end(temperature: float) -> None:
-    """Warn of a softmax temperature at the end of the grid."""
-    low, high = TEMPERATURES[0], TEMPERATURES[-1]
-    if temperature in (low, high):
-        size = "small" if temperature == low else "large"
+def name_of_width(classes: bool) -> str:
+    """What the width of predictions is called."""
+    return "softmax temperature" if classes else "noise factor"
+
+
+def warn_of_end(width: float, classes: bool) -> None:
+    """Warn of a width at the end of the grid."""
+    low, high = WIDTHS[0], WIDTHS[-1]
+    if width in (low, high):
+        size = "sure" if width == high else "unsure"
         warn_caller(
-            f"the softmax temperature {temperature:.2g} is the last of those that are tried, {low:.2g} to {high:.3g}: "
-            f"the network's logits are far too {size} for these examples; do labels and inputs belong together?"
+            f"the {name_of_width(classes)} {width:.2g} is the last of those that are tried, {low:.2g} to {high:.3g}: "
+            f"predictions are far too {size} for these examples; do inputs and what is to be predicted belong together?"
         )

@@ -5,21 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from isosgd.metrics import accuracy, brier, ece, rmse
-from isosgd.target import Params, Target
-from isosgd.target.modules import unwrapped
 
-State = Mapping[str, Any]
-"""Parameters and buffers of a network by name, as in a ``state_dict``."""
-
-STARTS = "the starts"  # ``info["method"]`` of draws that are the trained networks
 SURE = 2.0  # standard errors that make a difference significant
 ROUNDING = 1e-6  # differences up to this are rounding errors
 ALL_CHOICES = 6  # for more networks, only some ensembles are scored
@@ -232,42 +226,3 @@ def _mean_scores(every: Sequence[Scores]) -> Scores:
         values = [getattr(one, name) for one in every]
         found[name] = None if None in values else statistics.fmean(values)
     return Scores(**found)
-
-
-# -- starts -----------------------------------------------------------------------------------------------------------
-
-
-def as_states(starts: Any) -> list[State]:
-    """One or several networks or state_dicts as state_dicts."""
-    if isinstance(starts, nn.Module | Mapping):
-        starts = [starts]
-    if not isinstance(starts, Sequence) or isinstance(starts, str) or not starts:
-        raise TypeError(f"starts must be a list of trained networks or of their state_dicts, got {starts!r}")
-    for i, start in enumerate(starts):
-        if not isinstance(start, nn.Module | Mapping):
-            raise TypeError(f"starts[{i}] is a {type(start).__name__}: pass a network, or its state_dict()")
-    return [unwrapped(start).state_dict() if isinstance(start, nn.Module) else start for start in starts]
-
-
-def stacked(states: Sequence[State], target: Target, scales: Params) -> tuple[Params, Params]:
-    """Natural parameters and buffers of networks as draws, ``[networks, 1, *shape]``.
-
-    Args:
-        states: of the networks.
-        target: what was sampled.
-        scales: values of what likelihood and prior sample beside the network, for states without them.
-    """
-    params, buffers = [], []
-    for i, state in enumerate(states):
-        if target.module is not None and (missing := [name for name in target.module.values if name not in state]):
-            raise ValueError(f"starts[{i}] lacks {missing[0]!r}: pass a network of the architecture that was sampled")
-        try:
-            free = target.initial({**scales, **state}, device="cpu", dtype=target.dtype)
-            buffers.append(target.initial_buffers(state, free))
-        except ValueError as error:
-            raise ValueError(f"starts[{i}] is not of the architecture that was sampled: {error}") from error
-        params.append({name: x.detach() for name, x in target.constrain(free).items()})
-    return (
-        {name: torch.stack([one[name] for one in params])[:, None] for name in params[0]},
-        {name: torch.stack([one[name] for one in buffers])[:, None] for name in buffers[0]},
-    )

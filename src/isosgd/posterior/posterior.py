@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isosgd.data.sources import Tensors, as_tensors, joined
+from isosgd.data.sources import as_tensors, joined
 from isosgd.diagnostics.meter import LEAST
 from isosgd.diagnostics.summary import PosteriorSummary, summary_of
 from isosgd.diagnostics.traces import as_array
@@ -25,14 +25,15 @@ from isosgd.errors import check_integer
 from isosgd.metrics.checks import between_0_and_1
 from isosgd.posterior.arviz import to_datatree
 from isosgd.posterior.calibration import (
-    TEMPERATURES,
+    WIDTHS,
     Densities,
     averaged,
-    best_temperature,
-    can_be_scaled,
+    best_width,
+    has_width,
+    name_of_width,
     warn_of_end,
 )
-from isosgd.posterior.comparison import STARTS, Comparison, State, as_states, compare, stacked
+from isosgd.posterior.comparison import Comparison, compare
 from isosgd.posterior.draws import (
     Device,
     Draws,
@@ -48,6 +49,7 @@ from isosgd.posterior.draws import (
 )
 from isosgd.posterior.prediction import Average, Prediction, join
 from isosgd.posterior.quantities import chosen_parameters, followed
+from isosgd.posterior.starts import STARTS, State, as_states, stacked, with_noise_scale
 from isosgd.posterior.temperature import DrawGradients, measure
 from isosgd.posterior.view import Function, View
 from isosgd.samplers.shards import is_sharded, rows_here
@@ -64,8 +66,6 @@ from isosgd.target.batches import (
 from isosgd.target.heads import Head
 from isosgd.target.likelihoods import Tokens
 from isosgd.target.modules import unwrapped
-
-SCALES, SCORED = 33, 1_000  # noise scales tried at once for a trained network, and examples predicted at once
 
 
 class Posterior:
@@ -227,7 +227,7 @@ class Posterior:
                 "target=...)"
             )
         if self._view is None:
-            self._view = View(self.target, self.softmax_temperature)
+            self._view = View(self.target, self.width)
         return self._view
 
     # ---------------------------------------------------------------- predictions
@@ -344,7 +344,8 @@ class Posterior:
             part, drawn = moved(part, place), []
             for block, times in self._stack.blocks(part, device=place):
                 for k, output in list(enumerate(outputs(block, part))) * times:
-                    drawn.append(likelihood.simulate(output, {name: t[k] for name, t in block.items()}, generator))
+                    wide = network.widened(output, {name: t[k] for name, t in block.items()})
+                    drawn.append(likelihood.simulate(*wide, generator))
             parts.append(torch.stack(drawn).to(device_of(x)))
         return by_chain(torch.cat(parts, 1), self.num_chains)
 
@@ -406,7 +407,7 @@ class Posterior:
     def densities(
         self, batch: Any, counts: Sequence[int] = (), *, batch_size: int | None = None, device: Device = None
     ) -> Densities:
-        """Log densities of examples under averages over draws; for classes, at many softmax temperatures.
+        """Log densities of examples under averages over draws, at many widths of predictions if they have one.
 
         Args:
             batch: examples as in the data, for instance ``(x, y)``.
@@ -415,12 +416,10 @@ class Posterior:
             device: where to compute, as for `predict`.
         """
         batch, network = with_tensors(batch, self.view.target.dtype), self.view.network
-        temperatures: tuple[float, ...] = (1.0,)
-        if network is not None and can_be_scaled(network.likelihood):
-            temperatures = TEMPERATURES
+        widths = WIDTHS if network is not None and has_width(network.likelihood) else (1.0,)
         found = [
-            averaged(every, temperatures, counts or [self.num_draws], self.num_draws)
-            for every in self._log_likelihoods(batch, batch_size, device, temperatures)
+            averaged(every, widths, counts or [self.num_draws], self.num_draws)
+            for every in self._log_likelihoods(batch, batch_size, device, widths)
         ]
         return Densities.joined(found)
 
@@ -428,6 +427,16 @@ class Posterior:
     def softmax_temperature(self) -> float:
         """Divisor of the logits of every draw in class predictions; see `calibrated`."""
         return float(self.info.get("softmax_temperature", 1.0))
+
+    @property
+    def noise_factor(self) -> float:
+        """Factor of the noise scale of every draw in predictions of a regression; see `calibrated`."""
+        return float(self.info.get("noise_factor", 1.0))
+
+    @property
+    def width(self) -> float:
+        """Of predictions: the `softmax_temperature` of classes, or the `noise_factor` of a regression."""
+        return self.softmax_temperature * self.noise_factor  # one of them is 1
 
     def at_softmax_temperature(self, temperature: float) -> Posterior:
         """The same draws with logits divided by ``temperature`` in predictions.
@@ -437,35 +446,58 @@ class Posterior:
         Args:
             temperature: above 1 for less confident predictions; 1 changes nothing.
         """
-        if not isinstance(temperature, Real) or not (math.isfinite(temperature) and float(temperature) > 0):
-            raise ValueError(f"softmax temperature = {temperature!r} must be a positive number; 1 changes nothing")
-        if not can_be_scaled(self.view.network and self.view.network.likelihood):
+        if not self.view.classes:
             raise ValueError(
                 "a softmax temperature is for classes: make the target by Target.from_module with the likelihood "
-                "'categorical' or 'bernoulli'"
+                "'categorical' or 'bernoulli'; predictions of a regression have a noise factor"
             )
-        info = {**self.info, "softmax_temperature": float(temperature)}
+        return self.at_width(temperature)
+
+    def at_noise_factor(self, factor: float) -> Posterior:
+        """The same draws with their noise scales multiplied by ``factor`` in predictions of a regression.
+
+        `summary` and `trust` still judge the draws as they were sampled.
+
+        Args:
+            factor: above 1 for less confident predictions; 1 changes nothing.
+        """
+        if self.view.classes:
+            raise ValueError("a noise factor is for regressions; predictions of classes have a softmax temperature")
+        return self.at_width(factor)
+
+    def at_width(self, width: float) -> Posterior:
+        """The same draws `at_softmax_temperature`, or `at_noise_factor` for a regression."""
+        name, network = name_of_width(self.view.classes), self.view.network
+        if not isinstance(width, Real) or not (math.isfinite(width) and float(width) > 0):
+            raise ValueError(f"{name} = {width!r} must be a positive number; 1 changes nothing")
+        if network is None or not has_width(network.likelihood):
+            raise ValueError(
+                f"predictions have no {name}, which is for classes, and for noise with a sampled or predicted scale: "
+                "make the target by Target.from_module with such a likelihood"
+            )
+        info = {**self.info, name.replace(" ", "_"): float(width)}
         return Posterior(self.target, self.draws, info, self.data, self.buffers, self.starts)
 
     def calibrated(self, x: Any, y: Any = None, *, batch_size: int | None = None, device: Device = None) -> Posterior:
-        """The same draws at the `softmax_temperature` that predicts held-out examples best.
+        """The same draws at the `softmax_temperature` or `noise_factor` that predicts held-out examples best.
 
         ``sample(starts=..., held_out=...)`` does this. A few examples change little: those that gain most are left out,
-        and as many with random labels are added.
+        and as many usual outcomes are added, random labels or noise as it was sampled.
 
         Args:
-            x: inputs that no network was trained on, as for `predict`; or a loader of inputs and labels.
-            y: labels; not needed if ``x`` is a loader or a dict that has them.
+            x: inputs that no network was trained on, as for `predict`; or a loader of inputs and ``y``.
+            y: what is to be predicted; not needed if ``x`` is a loader or a dict that has it.
             batch_size: examples per batch; all by default.
             device: where to compute, as for `predict`.
         """
-        plain, examples = self.at_softmax_temperature(1.0), self._examples(x, y, "calibrated")[1]
+        plain, examples = self.at_width(1.0), self._examples(x, y, "calibrated")[1]
         if batch_length(examples) == 0:
-            raise ValueError("calibrated was given no examples: there is nothing to choose a softmax temperature by")
+            name = name_of_width(self.view.classes)
+            raise ValueError(f"calibrated was given no examples: there is nothing to choose a {name} by")
         found = plain.densities(examples, batch_size=batch_size, device=device)
-        temperature = TEMPERATURES[best_temperature(found)]
-        warn_of_end(temperature)
-        return plain.at_softmax_temperature(temperature)
+        width = WIDTHS[best_width(found)]
+        warn_of_end(width, self.view.classes)
+        return plain.at_width(width)
 
     def _groups(self, x: Any, batch_size: int | None, bounded: bool = False) -> Iterator[list[Any]]:
         """Batches that share a pass over the draws.
@@ -481,20 +513,18 @@ class Posterior:
             yield list(parts)
 
     def _log_likelihoods(
-        self, batch: Any, batch_size: int | None, device: Device, temperatures: tuple[float, ...] = ()
+        self, batch: Any, batch_size: int | None, device: Device, widths: tuple[float, ...] = ()
     ) -> Iterator[Iterator[Tensor]]:
         """For each batch of the examples, their log likelihoods at each block of draws, ``[draws, n]``.
 
-        With softmax temperatures ``[draws, n, temperatures, 2]``, as from `View.log_likelihoods_at`.
+        With widths of predictions ``[draws, n, widths, 2]``, as from `View.log_likelihoods_at`.
         """
         view, place = self.view, self._place(device, batch)
         if view.network is not None and batch_length(batch) != 0:
             view.network.check(self._first(place), batch)
         head = None if view.network is None else self._head(view.target.inputs_of(batch), place)
         at_draw = view if head is None else head[1]
-        call = Mapped(
-            partial(at_draw.log_likelihoods_at, temperatures=temperatures) if temperatures else at_draw.log_likelihood
-        )
+        call = Mapped(partial(at_draw.log_likelihoods_at, widths=widths) if widths else at_draw.log_likelihood)
         for parts in self._groups(batch, batch_size):
             if head is not None:
                 parts = [head[0].batch(moved(part, place), moved(self.draw(0, 0), place)) for part in parts]
@@ -669,11 +699,12 @@ class Posterior:
         return found
 
     def _own(self) -> Posterior:
-        """The draws as they were sampled: without trained networks, at softmax temperature 1."""
-        if not self.info.get("from_start") and self.softmax_temperature == 1:
+        """The draws as they were sampled: without trained networks, at width 1."""
+        if not self.info.get("from_start") and self.width == 1:
             return self
         found = self._without_starts()
-        found.info.pop("softmax_temperature", None)
+        for name in ("softmax_temperature", "noise_factor"):
+            found.info.pop(name, None)
         return found
 
     # ---------------------------------------------------------------- diagnostics
@@ -827,32 +858,3 @@ def _mean_and_variance(found: Any, x: Any, batch_size: int | None) -> tuple[Tens
             f"shape {list(mean.shape[1:])}; leave batch_size out"
         )
     return mean, variance
-
-
-def with_noise_scale(target: Target, start: State, examples: Tensors, device: Any) -> State:
-    """A start with the noise scale under which it predicts best.
-
-    A network has no noise scale. Under an arbitrary one its score would be poor, and any draws would look better.
-    """
-    for name in target.noise_scales():
-        if name in start:
-            continue
-        spread, here = 1e4, 1.0  # a grid over eight decades, then finer ones around the best
-        for _ in range(4):
-            scales = here * torch.logspace(-math.log10(spread), math.log10(spread), SCALES, dtype=torch.float64)
-            one = start_posterior(target, [start])
-            shape = one.draws[name].shape[2:]
-            draws = {key: x.expand(1, SCALES, *x.shape[2:]) for key, x in one.draws.items()}
-            draws[name] = scales.to(one.draws[name]).view(1, SCALES, *[1] * len(shape)).expand(1, SCALES, *shape)
-            buffers = {key: x.expand(1, SCALES, *x.shape[2:]) for key, x in one.buffers.items()}
-            grid = Posterior(target, draws, {}, buffers=buffers)
-            likely = grid.log_likelihood(examples, batch_size=SCORED, device=device).double().sum((0, 2))
-            here, spread = float(scales[int(likely.nan_to_num(-math.inf).argmax())]), spread ** (4 / SCALES)
-        start = {**start, name: torch.full(shape, here, dtype=one.draws[name].dtype, device=target.device)}
-    return start
-
-
-def start_posterior(target: Target, starts: Sequence[State]) -> Posterior:
-    """A posterior whose draws are the starts, one per chain."""
-    draws, buffers = stacked(starts, target, {})
-    return Posterior(target, draws, {"method": STARTS, "temperature": 0.0}, buffers=buffers)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isosgd.posterior.calibration import label_and_mean
+from isosgd.posterior.calibration import log_likelihood_and_usual
 from isosgd.posterior.draws import moved
 from isosgd.target import Likelihood, Params, Target
 from isosgd.target.batches import inputs_of, tree_map, with_tensors
@@ -32,14 +32,14 @@ class View:
 
     Args:
         target: what was sampled.
-        softmax_temperature: divisor of the network's logits.
+        width: of predictions, see `isosgd.posterior.calibration`.
     """
 
-    def __init__(self, target: Target, softmax_temperature: float = 1.0) -> None:
-        self.target, self.softmax_temperature, self._tried = target, softmax_temperature, False
+    def __init__(self, target: Target, width: float = 1.0) -> None:
+        self.target, self.width, self._tried = target, width, False
         self._head: tuple[Head, View] | None = None
         likelihood = target._log_likelihood
-        self.network = Network(likelihood, softmax_temperature) if isinstance(likelihood, ModuleLikelihood) else None
+        self.network = Network(likelihood, width) if isinstance(likelihood, ModuleLikelihood) else None
         about = target.describe()["likelihood"]
         name = str(about["name"])
         self.classes = self.network is not None and name in CLASSES
@@ -59,12 +59,12 @@ class View:
             found = None if self.network is None else Head.of(self.target, few)
             self._tried, self._head = True, None
             if found is not None:
-                self._head = found, View(found.target, self.softmax_temperature)
+                self._head = found, View(found.target, self.width)
         return self._head
 
     def _network_at(self, natural: Params) -> Network | None:
         """The network, if at these parameters it differs from the target's own."""
-        other = self.network is not None and (self.softmax_temperature != 1 or self.network.holds(natural))
+        other = self.network is not None and (self.width != 1 or self.network.holds(natural))
         return self.network if other else None
 
     def log_likelihood(self, natural: Params, batch: Any) -> Tensor:
@@ -73,20 +73,21 @@ class View:
             return network(natural, batch)
         return self.target.log_likelihood(self.target.unconstrain(natural), batch)
 
-    def log_likelihoods_at(self, natural: Params, batch: Any, temperatures: Sequence[float]) -> Tensor:
-        """Log likelihood of each example at softmax temperatures, and its mean over labels, ``[n, temperatures, 2]``.
+    def log_likelihoods_at(self, natural: Params, batch: Any, widths: Sequence[float]) -> Tensor:
+        """`log_likelihood_and_usual` of each example at several widths of the prediction, ``[n, widths, 2]``.
 
-        Predictions that are not of classes have only temperature 1, and a mean of 0.
+        With width 1 alone the second number is 0.
         """
-        if tuple(temperatures) == (1.0,):
+        if tuple(widths) == (1.0,):
             found = self.log_likelihood(natural, batch)
             return torch.stack([found, torch.zeros_like(found)], -1)[:, None]
         assert self.network is not None
         likelihood = self.network.likelihood
         assert isinstance(likelihood, Likelihood)
         output = self.network.output(natural, self.network.inputs_in(batch))
-        logits, y = self.network.logits(output, natural), self.network.labels_in(batch)
-        return torch.stack([label_and_mean(likelihood, logits / t, y) for t in temperatures], 1)
+        output, natural = self.network.for_likelihood(output, natural)
+        y = self.network.labels_in(batch)
+        return torch.stack([log_likelihood_and_usual(likelihood, output, y, natural, w) for w in widths], 1)
 
     def predict(self, natural: Params, x: Any) -> Any:
         """The target's prediction."""
@@ -108,9 +109,9 @@ class Network(ModuleLikelihood):
     It shares all tensors with the original likelihood. BatchNorm uses the given running statistics in any mode.
     """
 
-    def __init__(self, of: ModuleLikelihood, softmax_temperature: float = 1.0) -> None:
+    def __init__(self, of: ModuleLikelihood, width: float = 1.0) -> None:
         vars(self).update(vars(of))
-        self._plain, self._softmax_temperature = of, softmax_temperature
+        self._plain, self._width = of, width
         tensors = [*of._module.parameters(), *of._module.buffers()]
         self._module = copy.deepcopy(of._module, {id(x): x for x in tensors})
         self._buffers = {name for name, _ in of._module.named_buffers()}
@@ -130,10 +131,16 @@ class Network(ModuleLikelihood):
         """Whether there are buffers among the parameters."""
         return not self._buffers.isdisjoint(natural)
 
-    def logits(self, output: Any, params: Params) -> Any:
-        """Logits of an output, divided by the softmax temperature."""
-        found = super().logits(output, params)
-        return found if self._softmax_temperature == 1 else found / self._softmax_temperature
+    def for_likelihood(self, output: Any, params: Params) -> tuple[Any, Params]:
+        """Output and parameters as the likelihood takes them, at the width of predictions."""
+        return self.widened(*super().for_likelihood(output, params))
+
+    def widened(self, output: Any, params: Params) -> tuple[Any, Params]:
+        """Output and parameters at the width of predictions."""
+        if self._width == 1:
+            return output, params
+        assert isinstance(self.likelihood, Likelihood)
+        return self.likelihood.wider(output, params, self._width)
 
     def output(self, params: Params, inputs: Sequence[Any] | Mapping[str, Any]) -> Any:
         """The module's output at these parameters and buffers."""

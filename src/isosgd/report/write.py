@@ -189,9 +189,13 @@ def _lead(posterior: Posterior, subject: Subject) -> str:
         words.append(f"; by {METHODS.get(info['method'], info['method'])}")
     if info.get("temperature") is not None:
         words.append(f" at temperature {info['temperature']:g}")
-    for scale, what in ((posterior.softmax_temperature, "predictions"), (subject.softmax_temperature, "averages")):
+    for scale, what in (
+        (posterior.softmax_temperature, "predictions at softmax temperature"),
+        (posterior.noise_factor, "predictions at noise factor"),
+        (subject.softmax_temperature, "averages at softmax temperature"),
+    ):
         if scale != 1:
-            words.append(f", {what} at softmax temperature {scale:.2g}")
+            words.append(f", {what} {scale:.2g}")
     if info.get("seconds"):
         words.append(f", in {_duration(info['seconds'])}")
     return "".join(words) + "."

@@ -2,8 +2,8 @@
 
 The score is that of an average over draws and starts, with the weights that predict the examples best: draws at a high
 temperature alone predict worse than the starts, but add what the starts lack. Trials are scored uncalibrated, since
-they are too short to beat calibrated starts. The final run and the starts alone are scored at the softmax temperature
-that predicts the examples best (`isosgd.posterior.calibration`).
+they are too short to beat calibrated starts. The final run and the starts alone are scored at the width of predictions
+that suits the examples best (`isosgd.posterior.calibration`).
 
 By default a high temperature is tried first, and colder ones only if it does harm, since short runs cannot tell
 temperatures apart unless they are too high. Given temperatures are tried from cold to hot, each run continuing the last
@@ -28,10 +28,11 @@ from torch import Tensor
 from isosgd.data.sources import Tensors
 from isosgd.errors import DivergedError, OutOfTimeError, SamplingWarning
 from isosgd.posterior import Posterior
-from isosgd.posterior.calibration import FEW, Densities, best_temperature
+from isosgd.posterior.calibration import FEW, Densities, best_width
 from isosgd.posterior.draws import place_of
-from isosgd.posterior.posterior import start_posterior
+from isosgd.posterior.starts import State
 from isosgd.progress import tell
+from isosgd.sampling.weights import start_posterior
 from isosgd.target import Target
 from isosgd.target.batches import tensors_of
 from isosgd.target.likelihoods import Bernoulli, Categorical, Tokens
@@ -46,8 +47,6 @@ HARM = 0.25  # the same, to try a lower one of falling temperatures
 SHARES = tuple(k / 20 for k in range(1, 19))  # weights of the starts; a larger one would make the draws useless
 BOTH = 2.0  # pseudo-examples in favour of the starts, and as many in favour of the draws
 SCORED, SCORED_ON_CPU = 1_000, 250  # examples predicted at once; larger batches of images are slower on a CPU
-
-State = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -89,12 +88,12 @@ def best_share(before: Tensor, after: Tensor) -> float:
 
 
 def best_pool(before: Densities, after: Densities) -> tuple[int, int, float]:
-    """The average over draws that predicts the examples best, with softmax temperature and weight of the starts.
+    """The average over draws that predicts the examples best, with its width and the weight of the starts.
 
     The first average is over all draws; another one must be better by `BOTH` in log likelihood.
 
     Returns:
-        Index of the average, index of the softmax temperature, weight.
+        Index of the average, index of the width, weight.
 
     Example:
         >>> right, wrong = torch.tensor([0.9]).log(), torch.tensor([0.1]).log()
@@ -104,7 +103,7 @@ def best_pool(before: Densities, after: Densities) -> tuple[int, int, float]:
     """
     found = []
     for part in range(after.values.shape[1]):
-        for index in range(len(after.temperatures)):
+        for index in range(len(after.widths)):
             starts, draws = before.values[index, 0], after.values[index, part]
             share = best_share(starts, draws)
             total = float(pooled(starts, draws, share).sum()) - BOTH * bool(part)
@@ -127,9 +126,9 @@ class Rung:
         error: standard error of the difference.
         rest: the difference without the `FEW` examples that gain most.
         share: weight of the starts.
-        alone: NLL under the draws alone, at softmax temperature 1.
+        alone: NLL under the draws alone, at width 1.
         part: index of the average over draws that predicts best.
-        softmax_temperature: of starts and draws together.
+        width: of predictions by starts and draws together: softmax temperature, or factor of the noise scale.
     """
 
     temperature: float
@@ -140,7 +139,7 @@ class Rung:
     share: float
     alone: float
     part: int = 0
-    softmax_temperature: float = 1.0
+    width: float = 1.0
 
     @classmethod
     def of(
@@ -149,22 +148,21 @@ class Rung:
         """From log densities of examples under the starts alone, and under the starts and draws to be averaged.
 
         With ``apart`` each half of the examples is scored with what the other half chooses, since a choice looks
-        better than it is on the examples that made it. The starts' softmax temperature is chosen in the same way.
+        better than it is on the examples that made it. The starts' width is chosen in the same way.
         """
         part, index, share = best_pool(beside, after)
         together = pooled(beside.values[index, 0], after.values[index, part], share)
-        before = starts.values[best_temperature(starts), 0].clone()
+        before = starts.values[best_width(starts), 0].clone()
         for half in (slice(0, None, 2), slice(1, None, 2)) if apart and len(before) > 1 else ():
             other = slice(1 - (half.start or 0), None, 2)
-            i, t, weight = best_pool(beside.some(other), after.some(other))
-            together[half] = pooled(beside.values[t, 0, half], after.values[t, i, half], weight)
-            before[half] = starts.values[best_temperature(starts.some(other)), 0, half]
+            i, w, weight = best_pool(beside.some(other), after.some(other))
+            together[half] = pooled(beside.values[w, 0, half], after.values[w, i, half], weight)
+            before[half] = starts.values[best_width(starts.some(other)), 0, half]
         change = before - together
         error = float(change.std() / math.sqrt(len(change))) if len(change) > 1 else math.inf
         rest = float(change.sort().values[FEW:].mean()) if len(change) > FEW else math.inf
         nll, alone = float(-together.mean()), float(-after.values[after.one, part].mean())
-        hotness = after.temperatures[index]
-        return cls(temperature, nll, float(change.mean()), error, rest, share, alone, part, hotness)
+        return cls(temperature, nll, float(change.mean()), error, rest, share, alone, part, after.widths[index])
 
     def better(self, sure: float, without_few: bool, short: float = 0.0) -> bool:
         """Whether it is better than the starts by ``sure`` standard errors.
@@ -183,7 +181,7 @@ class Choice:
 
     Attributes:
         temperature: 0 if none helps, so that the draws are the starts.
-        start_softmax_temperature: of the starts alone.
+        start_width: of predictions by the starts alone.
         calibrated_nll: of the starts alone.
         held_out: number of held-out examples.
         rungs: scores of the trials, with differences to the uncalibrated starts.
@@ -194,7 +192,7 @@ class Choice:
     temperature: float
     reason: str
     start_nll: float = math.nan
-    start_softmax_temperature: float = 1.0
+    start_width: float = 1.0
     calibrated_nll: float = math.nan
     held_out: int = 0
     rungs: tuple[Rung, ...] = field(default=())
@@ -274,11 +272,11 @@ class Ladder:
             ) from error
         now, one = time.monotonic(), self.beside.values[0, 0]
         best_share(one, one)
-        self.pooling = (time.monotonic() - now) * len(self.beside.temperatures)  # seconds to weight an average
+        self.pooling = (time.monotonic() - now) * len(self.beside.widths)  # seconds to weight an average
         if not alike:  # some have more chains than others; returned alone, each counts once
             self.alone = self._scored(start_posterior(target, starts[:networks]))
-        calibrated = best_temperature(self.alone)
-        self.softmax_temperature = self.alone.temperatures[calibrated]
+        calibrated = best_width(self.alone)
+        self.width = self.alone.widths[calibrated]
         self.calibrated_nll = -float(self.alone.values[calibrated, 0].mean())
         self.start_nll = -float(self.beside.values[self.beside.one, 0].mean())
         self.unit = abs(self.start_nll) if has_classes(target) else 1.0  # the NLL of a density may be 0
@@ -301,7 +299,7 @@ class Ladder:
         """The scores of the starts alone."""
         return {
             "start_nll": self.start_nll,
-            "start_softmax_temperature": self.softmax_temperature,
+            "start_width": self.width,
             "calibrated_nll": self.calibrated_nll,
         }
 
@@ -340,7 +338,7 @@ class Ladder:
 
     def _untrained(self, first: Rung) -> bool:
         """Whether the first draws are far better than the starts, and these are not overconfident from overfitting."""
-        if self.softmax_temperature > 1 or self.optimises is None:
+        if self.width > 1 or self.optimises is None:
             return False
         return Rung.of(first.temperature, self.alone, self.beside, self.last).better(UNTRAINED, without_few=True)
 
@@ -410,7 +408,7 @@ class Ladder:
     def _choice(self, best: Rung | None, tried_enough: bool = True, more: str = "") -> Choice:
         """The choice of the best rung; with ``tried_enough``, none if it does not help. ``more`` ends the reason."""
         of_start = f"of the start {self.start_nll:.4g}"
-        if self.softmax_temperature != 1:
+        if self.width != 1:
             of_start += f", calibrated {self.calibrated_nll:.4g}"
         known: dict[str, Any] = {
             **self.about_starts,

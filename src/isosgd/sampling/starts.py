@@ -10,8 +10,8 @@ from torch import nn
 
 from isosgd.data.sources import Tensors, as_tensors, joined
 from isosgd.errors import warn_caller
-from isosgd.posterior.comparison import as_states
-from isosgd.sampling.ladder import State, has_classes
+from isosgd.posterior.starts import State, as_states
+from isosgd.sampling.ladder import has_classes
 from isosgd.target import Target
 from isosgd.target.batches import tensors_of, tree_map
 from isosgd.target.modules import unwrapped

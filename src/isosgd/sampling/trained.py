@@ -28,8 +28,8 @@ from isosgd.data.sources import DataSets, Tensors, as_tensors, size_of
 from isosgd.engine.state import AS_IS
 from isosgd.errors import DivergedError, OutOfTimeError, warn_caller
 from isosgd.posterior import Posterior
-from isosgd.posterior.calibration import FEW, warn_of_end
-from isosgd.posterior.posterior import start_posterior, with_noise_scale
+from isosgd.posterior.calibration import FEW, name_of_width, warn_of_end
+from isosgd.posterior.starts import State, with_noise_scale
 from isosgd.progress import tell
 from isosgd.samplers.schedules import STAGE_DRAWS
 from isosgd.sampling.ladder import (
@@ -40,7 +40,6 @@ from isosgd.sampling.ladder import (
     Ladder,
     Place,
     Rung,
-    State,
     check_ladder,
     densities,
     has_classes,
@@ -49,7 +48,15 @@ from isosgd.sampling.ladder import (
 from isosgd.sampling.run import Checked, draw_at
 from isosgd.sampling.settings import HEATED, check_heating
 from isosgd.sampling.starts import set_aside
-from isosgd.sampling.weights import Weights, examples_identity, starts_alone, weighted
+from isosgd.sampling.weights import (
+    Weights,
+    examples_identity,
+    scales_of,
+    start_posterior,
+    starts_alone,
+    weighted,
+    with_scales,
+)
 from isosgd.store import Manifest
 from isosgd.store.writer import check_new, make_folder
 from isosgd.target import Target
@@ -218,13 +225,13 @@ class TrainedRun:
         self.starts = self.given = list(starts)
         self.spent = {"gradients": 0, "seconds": 0.0}  # of trials and runs
         scored = self.held_out or (None if common["transform"] is not None else _some(self.data, target))
-        known = Manifest.read(Path(self.store)).info.get("start_scales") if self.begun else None
-        if known is not None and len(known) == len(starts):  # chains must begin where they did
-            scales = [{name: torch.as_tensor(x, dtype=target.dtype) for name, x in one.items()} for one in known]
-            self.starts = [{**start, **own} for start, own in zip(starts, scales, strict=True)]
-        elif scored is not None:
-            self.starts = [with_noise_scale(target, start, scored, self.device) for start in starts]
+        if self.begun:  # chains must begin where they did
+            known = Manifest.read(Path(self.store)).info.get("start_scales")
+            self.starts = list(with_scales(starts, known, target))
+        if scored is not None:
+            self.starts = [with_noise_scale(target, start, scored, self.device) for start in self.starts]
         self.choosing = temperature in (None, "auto")  # the temperature
+        self.width_name = name_of_width(has_classes(target))
         self.by_noise = learns_noise(target)  # then T is 1, and held-out examples do not choose it
         if method is None:
             chosen = self.choosing and ladder is None and self.held_out is not None
@@ -418,7 +425,7 @@ class TrainedRun:
             settings |= {"deadline": self.deadline - judging, "scoring": self.ladder.scoring}
         about = self._about(choice)
         if self.store is not None and self.target.noise_scales():
-            about["start_scales"] = self._scales()
+            about["start_scales"] = scales_of(self.starts, self.target)
         if self.begun and (known := Manifest.read(Path(self.store)).info.get("temperature_choice")):
             about["temperature_choice"] = known  # of the call that began the run
         found = self._draw(
@@ -518,20 +525,20 @@ class TrainedRun:
     ) -> Posterior:
         """The draws, or the first ``count`` of each chain, with the starts among them, calibrated."""
         part = found if count is None else self._first(count, found, early)
-        share, scale = judged.share, judged.softmax_temperature
+        share, width = judged.share, judged.width
         copies = part.with_starts(share)
         real = copies.info.get("from_start", 0) / copies.num_draws
         what = f"the starts have a weight of {real:.2g} in predictions; after the run NLL {judged.nll:.4g}"
-        if scale != 1:
-            what += f" at the softmax temperature {scale:.2g}"
+        if width != 1:
+            what += f" at the {self.width_name} {width:.2g}"
         if count is not None:
             what += f", by the first {count} of {found.num_draws} draws"
         what += f" (the start {judged.nll - judged.difference:.4g}; each half is scored by the choices of the other)"
-        warn_of_end(scale)
+        warn_of_end(width, has_classes(self.target))
         tell(f"held-out examples: {what}", self.shows)
         about = self._about(replace(choice, reason=f"{choice.reason}; {what}"))
-        self._keep(Weights(share, scale, count, found.num_draws, about["temperature_choice"]))
-        both = copies if scale == 1 else copies.at_softmax_temperature(scale)
+        self._keep(Weights(share, width, count, found.num_draws, about["temperature_choice"]))
+        both = copies if width == 1 else copies.at_width(width)
         both.info |= {**self.spent, **about} if self.store is None else about
         return both
 
@@ -555,25 +562,20 @@ class TrainedRun:
         stored = "" if self.store is None else f"; nothing was written to {self.store}"
         if drawn is not None:
             stored = f"; isosgd.load({str(self.store)!r}, target, as_drawn=True) has the draws of the chains"
-        if (scale := choice.start_softmax_temperature) != 1:
-            scaled = f"predicted at the softmax temperature {scale:.2g} (NLL {choice.calibrated_nll:.4g})"
+        if (width := choice.start_width) != 1:
+            scaled = f"predicted at the {self.width_name} {width:.2g} (NLL {choice.calibrated_nll:.4g})"
             choice = replace(choice, reason=f"{choice.reason}, {scaled}")
-        warn_of_end(scale)
+        warn_of_end(width, has_classes(self.target))
         warn_caller(choice.reason + stored)
         about, engine = self._about(choice), {"engine": self.engine} if self.engine else {}
         if drawn is not None:
-            weights = Weights(1.0, scale, None, drawn.num_draws, about["temperature_choice"], self._scales())
+            weights = Weights(1.0, width, None, drawn.num_draws, about["temperature_choice"])
             self._keep(weights)
             return weights.applied(drawn)
         info = {**self.spent, **engine, "complete": True, **about}
-        found = starts_alone(start_posterior(self.target, self.starts), info, as_tensors(self.data), scale)
+        found = starts_alone(start_posterior(self.target, self.starts), info, as_tensors(self.data), width)
         found.starts = list(self.starts)
         return found
-
-    def _scales(self) -> list[dict[str, Any]]:
-        """The noise scale of each start, as plain numbers."""
-        names = self.target.noise_scales()
-        return [{n: torch.as_tensor(start[n]).tolist() for n in names if n in start} for start in self.starts]
 
     def _about(self, choice: Choice) -> dict[str, Any]:
         return {"temperature_choice": choice.as_dict(), "starts": len(self.starts)}

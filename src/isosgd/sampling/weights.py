@@ -15,14 +15,24 @@ import torch
 from isosgd.data.sources import Tensors
 from isosgd.errors import warn_caller
 from isosgd.posterior import Posterior
-from isosgd.posterior.comparison import STARTS
-from isosgd.posterior.posterior import start_posterior
+from isosgd.posterior.starts import STARTS, State, stacked
 from isosgd.sampling.request import fingerprint
 from isosgd.store import Manifest, StoreError
 from isosgd.store.writer import lock
+from isosgd.target import Target
 from isosgd.target.batches import tensors_of
 
-KEPT = ("complete", "seconds", "gradients", "engine", "store", "lengths", "starts", "temperature_choice")
+KEPT = (
+    "complete",
+    "seconds",
+    "gradients",
+    "engine",
+    "store",
+    "lengths",
+    "starts",
+    "start_scales",
+    "temperature_choice",
+)
 """What ``info`` says of a run also where the draws are the starts alone."""
 
 _as_drawn: ContextVar[bool] = ContextVar("as_drawn", default=False)
@@ -44,27 +54,25 @@ class Weights:
 
     Attributes:
         share: weight of the starts in predictions; 1 if the draws do not help, so that the starts predict alone.
-        softmax_temperature: of predictions.
+        width: of predictions: softmax temperature, or factor of the noise scale.
         draws: how many first draws of each chain predict; None for all.
         of: draws of each chain when the examples were asked.
         choice: how the temperature was chosen, and what the examples said.
-        scales: of the noise of each start, by name, with which it predicts alone; networks have none.
         examples: SHA-256 of the tensors of the held-out examples.
     """
 
     share: float
-    softmax_temperature: float
+    width: float
     draws: int | None
     of: int
     choice: Mapping[str, Any]
-    scales: Sequence[Mapping[str, Any]] = ()
     examples: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         whole = [n for n in (self.draws, self.of) if n is not None]
-        right = 0 < self.share <= 1 and self.softmax_temperature > 0 and all(type(n) is int and n > 0 for n in whole)
+        right = 0 < self.share <= 1 and self.width > 0 and all(type(n) is int and n > 0 for n in whole)
         if not (right and isinstance(self.choice, Mapping)):
-            raise ValueError(f"share = {self.share}, softmax_temperature = {self.softmax_temperature}, draws = {whole}")
+            raise ValueError(f"share = {self.share}, width = {self.width}, draws = {whole}")
 
     def write(self, folder: Path) -> None:
         """Keep them in the manifest of a run."""
@@ -96,30 +104,44 @@ class Weights:
         assert target is not None and starts is not None
         if self.share == 1:
             kept = {name: drawn.info[name] for name in KEPT if name in drawn.info}
-            own = self.scales or [{}] * len(starts)
-            states = [
-                {**start, **{name: torch.as_tensor(x, dtype=target.dtype) for name, x in scales.items()}}
-                for start, scales in zip(starts, own, strict=True)
-            ]
-            alone = start_posterior(target, states)
-            found = starts_alone(alone, {**kept, **info}, drawn.data, self.softmax_temperature)
+            states = with_scales(starts, drawn.info.get("start_scales"), target)
+            found = starts_alone(start_posterior(target, states), {**kept, **info}, drawn.data, self.width)
             found.starts = list(starts)
             return found
         part = drawn if self.draws is None else drawn.select(draws=slice(self.draws))
         found = part.with_starts(self.share)
-        if self.softmax_temperature != 1:
-            found = found.at_softmax_temperature(self.softmax_temperature)
+        if self.width != 1:
+            found = found.at_width(self.width)
         found.info |= info
         return found
 
 
-def starts_alone(found: Posterior, info: Mapping[str, Any], data: Any, softmax_temperature: float) -> Posterior:
+def start_posterior(target: Target, starts: Sequence[State]) -> Posterior:
+    """A posterior whose draws are the starts, one per chain."""
+    draws, buffers = stacked(starts, target, {})
+    return Posterior(target, draws, {"method": STARTS, "temperature": 0.0}, buffers=buffers)
+
+
+def scales_of(starts: Sequence[State], target: Target) -> list[dict[str, Any]]:
+    """The noise scales of starts as plain numbers; networks have none of their own."""
+    names = target.noise_scales()
+    return [{name: torch.as_tensor(start[name]).tolist() for name in names if name in start} for start in starts]
+
+
+def with_scales(starts: Sequence[State], scales: Sequence[Mapping[str, Any]] | None, target: Target) -> Sequence[State]:
+    """Starts with their `scales_of`; as they are if there are none, or as many as other starts have."""
+    if scales is None or len(scales) != len(starts):
+        return starts
+    own = [{name: torch.as_tensor(x, dtype=target.dtype) for name, x in one.items()} for one in scales]
+    return [{**start, **scale} for start, scale in zip(starts, own, strict=True)]
+
+
+def starts_alone(found: Posterior, info: Mapping[str, Any], data: Any, width: float) -> Posterior:
     """Trained networks as draws, one per chain, where no others help to predict."""
     about = {**info, "method": STARTS, "temperature": 0.0, "chains": found.num_chains, "draws": 1}
     about["density"] = "none: no run was better, and the draws are the trained networks"
-    if softmax_temperature != 1:
-        about["softmax_temperature"] = softmax_temperature
-    return Posterior(found.target, found.draws, about, data, found.buffers)
+    alone = Posterior(found.target, found.draws, about, data, found.buffers)
+    return alone if width == 1 else alone.at_width(width)
 
 
 def examples_identity(held_out: Tensors) -> list[str]:

@@ -69,6 +69,15 @@ class Likelihood(ABC):
         own = {} if isinstance(self.scale, float) else {SCALE: by_log / params[SCALE]}
         return _by_example(found), inner, by_log, own
 
+    @property
+    def can_widen(self) -> bool:
+        """Whether predictions can be made wider, see `wider`."""
+        return isinstance(vars(self).get("scale"), PositivePrior)
+
+    def wider(self, output: Tensor, params: Params, width: float) -> tuple[Tensor, Params]:
+        """Output and parameters whose predictions are wider: noise with so many times the scale, flatter classes."""
+        return output, {**params, SCALE: params[SCALE] * width}
+
     @abstractmethod
     def mean(self, output: Tensor, params: Params) -> Tensor:
         """Mean of ``y`` given the output (class probabilities for classes)."""
@@ -198,6 +207,11 @@ class Categorical(Likelihood):
         slope = (-found.exp()).scatter_add_(1, y, torch.ones_like(found[:, :1]))
         return found.gather(1, y).squeeze(1), slope, {}
 
+    can_widen = True
+
+    def wider(self, output: Tensor, params: Params, width: float) -> tuple[Tensor, Params]:
+        return output / width, params
+
     @staticmethod
     def _labels(output: Tensor, y: Tensor) -> Tensor:
         """Labels without a class dimension of length 1."""
@@ -305,6 +319,11 @@ class Bernoulli(Likelihood):
     def slopes(self, output: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor, Params]:
         aligned, wanted = _align(output, y)
         return self.log_prob(output, y, params), (wanted - aligned.sigmoid()).view_as(output), {}
+
+    can_widen = True
+
+    def wider(self, output: Tensor, params: Params, width: float) -> tuple[Tensor, Params]:
+        return output / width, params
 
     def mean(self, output: Tensor, params: Params) -> Tensor:
         return output.sigmoid()
@@ -459,6 +478,12 @@ class Heteroscedastic(Likelihood):
         scale = log_scale.reshape(location.shape).exp()
         found, inner, by_log, own = self._noise_slopes(location, y, scale, self._tails, params)
         return found, torch.stack([inner, 0.5 * by_log], -1).view_as(output), own
+
+    can_widen = True
+
+    def wider(self, output: Tensor, params: Params, width: float) -> tuple[Tensor, Params]:
+        location, log_square = self._pair(output)
+        return torch.stack([location, log_square + 2 * math.log(width)], -1), params
 
     def mean(self, output: Tensor, params: Params) -> Tensor:
         return self._pair(output)[0]

@@ -285,8 +285,13 @@ class ModuleLikelihood:
         """Log likelihood of each example."""
         output = self.output(params, inputs_of(batch, self.labels))
         if isinstance(self.likelihood, Likelihood):
-            return self.likelihood.log_prob(self.logits(output, params), self.labels_in(batch), params)
+            output, params = self.for_likelihood(output, params)
+            return self.likelihood.log_prob(output, self.labels_in(batch), params)
         return self.likelihood(output, self.labels_in(batch))
+
+    def for_likelihood(self, output: Any, params: Params) -> tuple[Any, Params]:
+        """Output and parameters as the likelihood takes them."""
+        return self.logits(output, params), params
 
     def logits(self, output: Any, params: Params) -> Any:
         """`logits_of` an output, in the parameters' dtype if they are in half precision."""
@@ -363,7 +368,7 @@ class ModuleLikelihood:
 
     def predict(self, params: Params, x: Any) -> Any:
         """Mean and noise variance of y; the module's output if the likelihood is a callable."""
-        output = self.logits(self.output(params, self.as_inputs(x)), params)
+        output, params = self.for_likelihood(self.output(params, self.as_inputs(x)), params)
         return self.likelihood.predict(output, params) if isinstance(self.likelihood, Likelihood) else output
 
     def check(self, params: Params, batch: Any) -> Any:
