@@ -79,10 +79,10 @@ def test_draws_at_the_start_make_no_difference_and_better_ones_help() -> None:
     better = around([model]).against_start(x, y, starts=[wrong.state_dict()])
     assert better.helps
     assert better.ratio < 1
-    assert "better on 200 examples" in str(better)
+    assert "better in the mean of 200 examples" in str(better)
     worse = around([wrong]).against_start(x, y, starts=[model])
     assert not worse.helps
-    assert "worse on 200 examples" in str(worse)
+    assert "worse in the mean of 200 examples" in str(worse)
 
 
 def test_several_starts_are_an_ensemble_and_a_measure() -> None:

@@ -492,13 +492,20 @@ def test_the_time_is_looked_at_between_draws_far_apart() -> None:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
 @pytest.mark.parametrize(("temperature", "variance"), [(1.0, 0.25), (0.25, 0.0625)])
-@pytest.mark.parametrize("options", [{"structure": "lowrank"}, {"method": "sghmc", "lr": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "hidden"),
+    [
+        ({"structure": "lowrank"}, (16, 64)), ({"method": "sghmc", "lr": 0.5}, (16, 64)),
+        ({"structure": "lowrank"}, ()), ({"method": "sghmc", "lr": 0.5}, (5,)),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_with_data_that_say_nothing_steps_sample_the_prior(
-    options: dict[str, Any], temperature: float, variance: float
+    options: dict[str, Any], hidden: tuple[int, ...], temperature: float, variance: float
 ) -> None:
-    """As below, on minibatches."""
-    posterior = target(dense(2, (16, 64), 1, nn.Tanh), likelihoods.Gaussian(1e3), priors.Normal(0.5))
-    x = drawn(0, 500, 2)
+    """As below, on minibatches; also without hidden layers, or with a narrow one."""
+    posterior = target(dense(20, hidden, 1, nn.Tanh), likelihoods.Gaussian(1e3), priors.Normal(0.5))
+    x = drawn(0, 500, 20)
     found = sample(
         posterior, (x, x[:, :1]), draws=150, keep_every=40, warmup=1000, chains=4, seed=0, progress=False,
         temperature=temperature, compile=False, **options,

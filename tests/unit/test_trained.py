@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from isosgd import DivergedError, OutOfTimeError, Posterior, SamplingWarning, Target, load, priors, sample
 from isosgd.sampling.ladder import SCORED_ON_CPU, Rung
+from isosgd.sampling.trained import TrainedRun
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
 
@@ -612,6 +614,20 @@ def test_a_regression_of_few_rows_is_sampled_by_hmc_at_its_own_temperature() -> 
     assert choice["held_out"] == 200 and choice["judged"]["difference"] < 0
     found = posterior.against_start(x[260:], y[260:])
     assert found.difference + 2 * found.standard_error < 0
+
+
+def test_a_warm_up_that_is_too_short_is_refused_before_the_trials() -> None:
+    model = trained()
+    with patch.object(TrainedRun, "_trial") as trial, pytest.raises(ValueError, match="warmup = 5"):
+        sample(target_of(model), TRAIN, starts=[model], held_out=HELD, method="isgd", **{**SHORT, "warmup": 5})
+    trial.assert_not_called()
+
+
+def test_chains_that_are_fewer_than_the_starts_are_told_of() -> None:
+    starts = [trained(0), trained(1), trained(2)]
+    with pytest.warns(SamplingWarning, match="chains = 2 are fewer than the 3 starts: there are 3 chains"):
+        found = sample(target_of(starts[0]), TRAIN, starts=starts, chains=2, temperature=0.1, **SHORT)
+    assert found.num_chains == 3
 
 
 def test_batches_that_always_differ_in_size_are_refused() -> None:

@@ -597,16 +597,16 @@ class Chains:
 
     def give_up(self, stage: str) -> NoReturn:
         """Raise, since ``max_seconds`` is over in a ``stage`` of the warm-up, after which no draw is possible yet."""
-        natural = self.natural()
+        natural, taken = self.natural(), f"{self.gradients} gradient{'s' if self.gradients != 1 else ''}"
         for k in set(range(self.count)) - self.failures.keys():
-            error = self.failures[k] = OutOfTimeError(
-                f"max_seconds was over after {self.gradients} gradients of the warm-up ({stage}), before a first draw "
-                "was possible: give more time or fewer chains",
+            self.failures[k] = OutOfTimeError(
+                f"max_seconds was over after {taken} of the warm-up ({stage}), before a first draw was possible: give "
+                "more time or fewer chains",
                 step=self.gradients,
                 group=None,
                 state={name: x[k].clone() for name, x in natural.items()},
             )
-        raise error
+        raise next(reversed(self.failures.values()))
 
     def drop(self, chains: Tensor, loss: Tensor, gradients: Sequence[Tensor]) -> None:
         """Drop chains before a bad gradient moves them; raise if none is left."""

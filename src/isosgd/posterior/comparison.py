@@ -101,8 +101,8 @@ class Comparison:
         worse = self.difference > SURE * self.standard_error + ROUNDING
         change = "better" if self.helps else "worse" if worse else "no difference"
         text = (
-            f"NLL {self.difference:+.4f} +- {self.standard_error:.4f} an example (ratio {self.ratio:.3f}): {change} on "
-            f"{self.examples:,} examples, {self.draws:,} draw{'s' if self.draws != 1 else ''}"
+            f"NLL {self.difference:+.4f} +- {self.standard_error:.4f} an example (ratio {self.ratio:.3f}): {change} "
+            f"in the mean of {self.examples:,} examples, {self.draws:,} draw{'s' if self.draws != 1 else ''}"
         )
         if self.worth is None:
             return text

@@ -659,7 +659,7 @@ class Posterior:
                                    NLL  accuracy     Brier       ECE
             start               1.0092    75.00%    0.4823    0.2408
             average of draws    0.4701    75.00%    0.3176    0.1751
-            NLL -0.5391 +- 0.7230 an example (ratio 0.466): no difference on 4 examples, 3 draws
+            NLL -0.5391 +- 0.7230 an example (ratio 0.466): no difference in the mean of 4 examples, 3 draws
         """
         self._check_sets()
         view = self.view

@@ -7,8 +7,8 @@ and a recorder (`isosgd.sampling.recorders`) stores each draw and makes the `Pos
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,17 @@ only_check: ContextVar[bool] = ContextVar("only_check", default=False)
 
 class Checked(Exception):
     """Raised in place of the first step when `only_check` is set and all checks passed."""
+
+
+@contextmanager
+def checking() -> Iterator[None]:
+    """Within it, sampling ends before its first step, when all checks have passed."""
+    token = only_check.set(True)
+    try:
+        with suppress(Checked):
+            yield
+    finally:
+        only_check.reset(token)
 
 
 def draw_at(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,10 +16,11 @@ import torch
 from isosgd.data.sources import Transform, as_tensors
 from isosgd.engine.ranks import TIMEOUT, Parallel, Ranks, shared
 from isosgd.engine.schedule import Start
+from isosgd.errors import warn_caller
 from isosgd.posterior import Posterior
 from isosgd.sampling.parallel import check_call
 from isosgd.sampling.request import described
-from isosgd.sampling.run import Checked, draw_at, only_check
+from isosgd.sampling.run import checking, draw_at
 from isosgd.sampling.settings import check_device, check_seconds, check_settings, takes_numpy_numbers
 from isosgd.sampling.starts import as_starts, own_network, set_aside
 from isosgd.sampling.stored import load, settings_of
@@ -32,12 +32,8 @@ from isosgd.target import Target
 
 def check_sample(target: Target, data: Any, **settings: Any) -> None:
     """Raise the errors that `sample` would raise before its first step, without sampling."""
-    token = only_check.set(True)
-    try:
-        with suppress(Checked):
-            sample(target, data, **settings)
-    finally:
-        only_check.reset(token)
+    with checking():
+        sample(target, data, **settings)
 
 
 @takes_numpy_numbers
@@ -195,6 +191,8 @@ def sample(
         )  # fmt: skip
     of_run["draws"] = DRAWS if draws is None else draws
     number = max(chains, len(networks))
+    if 1 < chains < number:
+        warn_caller(f"chains = {chains} are fewer than the {number} starts: there are {number} chains, one around each")
     known = 1.0 if temperature is None or temperature == "auto" else temperature
     check_settings(method or "isgd", of_run["draws"], chains, keep_every, warmup, known)
     if temperature not in (None, "auto") and held_out is not None and draws != "auto":

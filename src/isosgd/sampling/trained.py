@@ -45,7 +45,7 @@ from isosgd.sampling.ladder import (
     has_classes,
     last_draws,
 )
-from isosgd.sampling.run import Checked, draw_at
+from isosgd.sampling.run import Checked, checking, draw_at
 from isosgd.sampling.settings import HEATED, check_heating
 from isosgd.sampling.starts import set_aside
 from isosgd.sampling.weights import (
@@ -272,6 +272,9 @@ class TrainedRun:
         a colder one, or by the starts.
         """
         choice = Choice(1.0 if self.choosing else self.temperature, "")
+        if self.warmup != "auto" and self.held_out is not None:  # one that is too short is refused before the trials
+            with checking():
+                self._run(choice, {})
         with suppress(Checked):  # the settings of a rung are good; those of the run are checked next
             choice = self.choose()
         choice = replace(choice, temperature=self._of_rank_0(choice.temperature))
