@@ -20,6 +20,8 @@ from isosgd.native import build
 
 LEAST = 500  # products of rows and weights of all chains below which building the library does not pay
 THREADED = 10_000_000  # such products below which more threads lose on a busy machine
+# Parameters of a chain from which torch is faster, where a hidden layer has fewer units than NARROW, or there is none.
+NARROW, LARGE = 16, 30_000
 ACTIVATIONS = ("relu", "silu", "tanh", "sigmoid", "gelu", "tanh gelu")  # in the order of ``with_activation``
 KINDS: dict[type[nn.Module], Callable[[Any], str]] = {
     nn.ReLU: lambda _: "relu",
@@ -184,7 +186,9 @@ class Layers:
         self.total, self.kept = begin, torch.empty(0)
         hidden = network.hidden
         self.units = sum(shapes[layer.weight][0] for layer in hidden)
-        self.known = network.weight in shapes  # a network of tables without hidden layers has another form
+        narrow = min((shapes[layer.weight][0] for layer in hidden), default=0) < NARROW
+        # A network of tables without hidden layers has another form.
+        self.known = network.weight in shapes and not (narrow and self.total > LARGE)
         if not self.known:
             return
         curved, self.inputs = shapes[network.weight][0], shapes[(hidden[0] if hidden else network).weight][1]

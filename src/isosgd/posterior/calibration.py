@@ -2,7 +2,8 @@
 
 The logits of every draw are divided by one number, or the noise scales of a regression multiplied by it, chosen so that
 the average over draws predicts the examples best (Guo, Pleiss, Sun and Weinberger, 2017, for one network; there it is
-the softmax temperature). This does not change what is sampled, and is not the temperature of a density.
+the softmax temperature). This does not change what is sampled, and is not the temperature of a density. Noise is never
+made smaller: some dozens of rows often lack the outliers of others.
 
 Without held-out examples, each training example is predicted as if it had been left out (`leave_one_out`), and the
 logarithm of the average is divided (`sharpened`), since an average over a wide posterior is less confident than its
@@ -35,6 +36,13 @@ def has_width(likelihood: object) -> bool:
     return isinstance(likelihood, Likelihood) and likelihood.can_widen
 
 
+def widths_of(likelihood: object) -> tuple[float, ...]:
+    """Those that are tried: for noise none below 1."""
+    if not has_width(likelihood):
+        return (1.0,)
+    return WIDTHS if isinstance(likelihood, Categorical | Bernoulli) else tuple(w for w in WIDTHS if w >= 1)
+
+
 def label_and_mean(likelihood: Likelihood, logits: Tensor, y: Tensor) -> Tensor:
     """Log probability of each example's label, and the mean over all possible labels, ``[n, 2]``."""
     if isinstance(likelihood, Categorical):
@@ -48,17 +56,13 @@ def label_and_mean(likelihood: Likelihood, logits: Tensor, y: Tensor) -> Tensor:
     return torch.stack([label.reshape(len(y), -1).sum(1), mean.reshape(len(y), -1).sum(1)], -1)
 
 
-def log_likelihood_and_usual(likelihood: Likelihood, output: Tensor, y: Tensor, params: Params, width: float) -> Tensor:
-    """Log likelihood of each example at a width of the prediction, and that of usual outcomes, ``[n, 2]``.
-
-    Usual outcomes are random labels of classes. For numbers they are outcomes of the draw itself, were it normal, and
-    what does not depend on the width is left out.
-    """
+def likelihood_and_mean(likelihood: Likelihood, output: Tensor, y: Tensor, params: Params, width: float) -> Tensor:
+    """Log likelihood of each example at a width of predictions, and its mean over labels (numbers: 0), ``[n, 2]``."""
     output, params = likelihood.wider(output, params, width)
     if isinstance(likelihood, Categorical | Bernoulli):
         return label_and_mean(likelihood, output, y)
-    found, size = likelihood.log_prob(output, y, params), math.prod(y.shape[1:])
-    return torch.stack([found, torch.full_like(found, size * (-math.log(width) - 0.5 / width**2))], -1)
+    found = likelihood.log_prob(output, y, params)
+    return torch.stack([found, torch.zeros_like(found)], -1)
 
 
 @dataclass(frozen=True)
@@ -67,20 +71,20 @@ class Densities:
 
     Attributes:
         values: ``[widths, averages, n]``.
-        usual: ``[widths]``, the mean log density of usual outcomes under single draws, but for a constant.
+        random: ``[widths]``, the mean log density of random labels under single draws.
         widths: softmax temperatures, or factors of the noise scale; only 1 where predictions have neither.
     """
 
     values: Tensor
-    usual: Tensor
+    random: Tensor
     widths: tuple[float, ...]
 
     @classmethod
     def joined(cls, parts: Sequence[Densities]) -> Densities:
         """Concatenate examples."""
         sizes = torch.tensor([len(part) for part in parts], dtype=torch.float64)
-        usual = (torch.stack([part.usual for part in parts]) * sizes[:, None]).sum(0) / sizes.sum()
-        return cls(torch.cat([part.values for part in parts], -1), usual, parts[0].widths)
+        random = (torch.stack([part.random for part in parts]) * sizes[:, None]).sum(0) / sizes.sum()
+        return cls(torch.cat([part.values for part in parts], -1), random, parts[0].widths)
 
     @property
     def one(self) -> int:
@@ -93,25 +97,25 @@ class Densities:
 
     def some(self, which: slice) -> Densities:
         """A slice of the examples."""
-        return Densities(self.values[..., which], self.usual, self.widths)
+        return Densities(self.values[..., which], self.random, self.widths)
 
     def plain(self) -> Densities:
         """Only width 1."""
         only = slice(self.one, self.one + 1)
-        return Densities(self.values[only], self.usual[only], (1.0,))
+        return Densities(self.values[only], self.random[only], (1.0,))
 
     def unlikely(self, index: int, gain: Tensor) -> float:
         """Penalty of a width whose log densities exceed those at width 1 by ``gain``.
 
-        It removes the gains of the `FEW` examples that gain most, and adds as many usual outcomes, such as random
-        labels. Otherwise a few dozen examples that are all right would make a network fully confident.
+        It removes the gains of the `FEW` examples that gain most, and adds as many examples with random labels.
+        Otherwise a few dozen examples that are all right would make a network fully confident.
         """
         most = gain.topk(min(FEW, len(gain))).values.clamp_min(0).sum()
-        return float(most) - FEW * min(0.0, float(self.usual[index] - self.usual[self.one]))
+        return float(most) - FEW * min(0.0, float(self.random[index] - self.random[self.one]))
 
 
 def averaged(blocks: Iterable[Tensor], widths: tuple[float, ...], counts: Sequence[int], draws: int) -> Densities:
-    """Running averages over blocks ``[draws, n, widths, 2]`` from `log_likelihood_and_usual`.
+    """Running averages over blocks ``[draws, n, widths, 2]`` from `likelihood_and_mean`.
 
     Args:
         blocks: draws in order, one chain after the other.
@@ -120,7 +124,7 @@ def averaged(blocks: Iterable[Tensor], widths: tuple[float, ...], counts: Sequen
         draws: number of draws of each chain.
     """
     sums: list[Tensor | None] = [None] * len(counts)
-    usual, done, taken = torch.zeros(len(widths), dtype=torch.float64), 0, [0] * len(counts)
+    random, done, taken = torch.zeros(len(widths), dtype=torch.float64), 0, [0] * len(counts)
     for block in blocks:
         each, place = block[..., 0].double(), torch.arange(done, done + len(block)) % draws
         for i, count in enumerate(counts):
@@ -128,10 +132,10 @@ def averaged(blocks: Iterable[Tensor], widths: tuple[float, ...], counts: Sequen
                 found, before = each[mine.to(each.device)].logsumexp(0), sums[i]
                 sums[i] = found if before is None else torch.logaddexp(before, found)
                 taken[i] += int(mine.sum())
-        usual += block[..., 1].double().mean(1).sum(0).cpu()
+        random += block[..., 1].double().mean(1).sum(0).cpu()
         done += len(block)
     values = [x.T.cpu() - math.log(n) for x, n in zip(sums, taken, strict=True) if x is not None]
-    return Densities(torch.stack(values, 1), usual / done, widths)
+    return Densities(torch.stack(values, 1), random / done, widths)
 
 
 def best_width(found: Densities) -> int:
@@ -143,8 +147,8 @@ def best_width(found: Densities) -> int:
         >>> y = (torch.arange(1000) % 10 == 0).long()
         >>> at = [(logits / t).log_softmax(1) for t in WIDTHS]
         >>> values = torch.stack([x.gather(1, y[:, None])[:, 0] for x in at])[:, None]
-        >>> usual = torch.stack([x.mean() for x in at])
-        >>> best = WIDTHS[best_width(Densities(values, usual, WIDTHS))]
+        >>> random = torch.stack([x.mean() for x in at])
+        >>> best = WIDTHS[best_width(Densities(values, random, WIDTHS))]
         >>> round(best, 2), round(8 / math.log(9), 2)
         (3.67, 3.64)
     """
@@ -171,8 +175,8 @@ def leave_one_out(probabilities: Tensor, y: Tensor) -> Tensor:
     """
     logs = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
     likely = logs[:, torch.arange(len(y)), y]
-    usual = likely.logsumexp(0) - math.log(len(likely))
-    weights = torch.minimum(-likely, 0.5 * math.log(len(likely)) - usual)
+    random = likely.logsumexp(0) - math.log(len(likely))
+    weights = torch.minimum(-likely, 0.5 * math.log(len(likely)) - random)
     return (logs + (weights - weights.logsumexp(0)).unsqueeze(-1)).logsumexp(0)
 
 
@@ -218,10 +222,10 @@ def name_of_width(classes: bool) -> str:
 
 def warn_of_end(width: float, classes: bool) -> None:
     """Warn of a width at the end of the grid."""
-    low, high = WIDTHS[0], WIDTHS[-1]
-    if width in (low, high):
-        size = "sure" if width == high else "unsure"
+    if width in (WIDTHS[0], WIDTHS[-1]):
+        sure, low = "sure" if width > 1 else "unsure", WIDTHS[0] if classes else 1.0
         warn_caller(
-            f"the {name_of_width(classes)} {width:.2g} is the last of those that are tried, {low:.2g} to {high:.3g}: "
-            f"predictions are far too {size} for these examples; do inputs and what is to be predicted belong together?"
+            f"the {name_of_width(classes)} {width:.2g} is the last of those that are tried, {low:.2g} to "
+            f"{WIDTHS[-1]:.3g}: predictions are far too {sure} for these examples; do inputs and what is to be "
+            "predicted belong together?"
         )

@@ -25,13 +25,13 @@ from isosgd.errors import check_integer
 from isosgd.metrics.checks import between_0_and_1
 from isosgd.posterior.arviz import to_datatree
 from isosgd.posterior.calibration import (
-    WIDTHS,
     Densities,
     averaged,
     best_width,
     has_width,
     name_of_width,
     warn_of_end,
+    widths_of,
 )
 from isosgd.posterior.comparison import Comparison, compare
 from isosgd.posterior.draws import (
@@ -416,7 +416,7 @@ class Posterior:
             device: where to compute, as for `predict`.
         """
         batch, network = with_tensors(batch, self.view.target.dtype), self.view.network
-        widths = WIDTHS if network is not None and has_width(network.likelihood) else (1.0,)
+        widths = widths_of(network and network.likelihood)
         found = [
             averaged(every, widths, counts or [self.num_draws], self.num_draws)
             for every in self._log_likelihoods(batch, batch_size, device, widths)
@@ -482,7 +482,7 @@ class Posterior:
         """The same draws at the `softmax_temperature` or `noise_factor` that predicts held-out examples best.
 
         ``sample(starts=..., held_out=...)`` does this. A few examples change little: those that gain most are left out,
-        and as many usual outcomes are added, random labels or noise as it was sampled.
+        and as many with random labels are added. Noise is never made smaller.
 
         Args:
             x: inputs that no network was trained on, as for `predict`; or a loader of inputs and ``y``.
@@ -495,7 +495,7 @@ class Posterior:
             name = name_of_width(self.view.classes)
             raise ValueError(f"calibrated was given no examples: there is nothing to choose a {name} by")
         found = plain.densities(examples, batch_size=batch_size, device=device)
-        width = WIDTHS[best_width(found)]
+        width = found.widths[best_width(found)]
         warn_of_end(width, self.view.classes)
         return plain.at_width(width)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isosgd.posterior.calibration import log_likelihood_and_usual
+from isosgd.posterior.calibration import likelihood_and_mean
 from isosgd.posterior.draws import moved
 from isosgd.target import Likelihood, Params, Target
 from isosgd.target.batches import inputs_of, tree_map, with_tensors
@@ -74,7 +74,7 @@ class View:
         return self.target.log_likelihood(self.target.unconstrain(natural), batch)
 
     def log_likelihoods_at(self, natural: Params, batch: Any, widths: Sequence[float]) -> Tensor:
-        """`log_likelihood_and_usual` of each example at several widths of the prediction, ``[n, widths, 2]``.
+        """`likelihood_and_mean` of each example at several widths of the prediction, ``[n, widths, 2]``.
 
         With width 1 alone the second number is 0.
         """
@@ -87,7 +87,7 @@ class View:
         output = self.network.output(natural, self.network.inputs_in(batch))
         output, natural = self.network.for_likelihood(output, natural)
         y = self.network.labels_in(batch)
-        return torch.stack([log_likelihood_and_usual(likelihood, output, y, natural, w) for w in widths], 1)
+        return torch.stack([likelihood_and_mean(likelihood, output, y, natural, w) for w in widths], 1)
 
     def predict(self, natural: Params, x: Any) -> Any:
         """The target's prediction."""
