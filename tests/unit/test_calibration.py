@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from isosgd import Posterior, SamplingWarning, Target, likelihoods, load, priors, sample
 from isosgd.posterior.calibration import AVERAGES, leave_one_out, sharpest
+from isosgd.target import Params
+from isosgd.target.priors import Extra
 
 pytestmark = pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
 
@@ -154,7 +157,7 @@ def test_numbers_have_no_softmax_temperature_and_classes_no_noise_factor() -> No
         too_sure().at_noise_factor(2.0)
     with pytest.raises(ValueError, match="noise factor = -1 must be a positive number"):
         regression("gaussian").at_noise_factor(-1)
-    with pytest.raises(ValueError, match="predictions have no noise factor, which is for classes, and for noise"):
+    with pytest.raises(ValueError, match="predictions under Gaussian have no noise factor"):
         regression(likelihoods.Gaussian(0.1)).calibrated(torch.zeros(3, 2), torch.zeros(3, 2))
 
 
@@ -301,6 +304,74 @@ def test_noise_is_never_made_smaller_and_not_larger_by_two_outliers() -> None:
     y = x + SAID * torch.randn(60, 2, generator=torch.Generator().manual_seed(1))
     y[3:5] += 5.0
     assert found.calibrated(x, y).noise_factor < 1.3
+
+
+@dataclass(frozen=True)
+class Named(likelihoods.Gaussian):
+    """Noise of two sampled scales with names of their own."""
+
+    def extra(self) -> dict[str, Extra]:
+        both = ("likelihood.one", "likelihood.two")
+        return {name: Extra(torch.tensor(SAID), priors.HalfNormal(1.0), noise_scale=True) for name in both}
+
+    def scale_at(self, params: Params) -> Tensor:
+        return torch.stack([params["likelihood.one"], params["likelihood.two"]])
+
+
+@dataclass(frozen=True)
+class Kept(Named):
+    """The same, not to be calibrated."""
+
+    @property
+    def has_width(self) -> bool:
+        return False
+
+
+def test_noise_scales_of_other_names_are_multiplied_too() -> None:
+    for likelihood in (Named(), Kept()):
+        target = Target.from_module(nn.Linear(2, 2, bias=False), likelihood, priors.Normal(1.0))
+        draws = {"weight": torch.eye(2).expand(1, 4, 2, 2)}
+        scales = {name: torch.full((1, 4), SAID) for name in ("likelihood.one", "likelihood.two")}
+        plain = Posterior(target, {**draws, **scales}, {})
+        if isinstance(likelihood, Kept):
+            with pytest.raises(ValueError, match="predictions under Kept have no noise factor"):
+                plain.calibrated(*responses(500, 0))
+            continue
+        found = plain.calibrated(*responses(5_000, 0))
+        assert found.noise_factor == pytest.approx(NOISE / SAID, rel=0.06)
+        usual = torch.full((3, 2), (SAID * found.noise_factor) ** 2)
+        torch.testing.assert_close(found.predict(torch.zeros(3, 2)).variance, usual)
+
+
+def test_likelihoods_derived_from_ours_are_calibrated_like_them() -> None:
+    class Own(likelihoods.Categorical):
+        pass
+
+    found = Posterior(
+        Target.from_module(nn.Linear(3, 3, bias=False), Own(), priors.Normal(1.0)), too_sure().draws, {}
+    ).calibrated(*examples(20_000, 0))
+    assert found.softmax_temperature == pytest.approx(SURENESS, rel=0.06) and found.noise_factor == 1
+
+
+@pytest.mark.parametrize("likelihood", ["poisson", "tokens", lambda output, y: -(output - y).square().sum(1)])
+def test_other_predictions_have_neither(likelihood: Any) -> None:
+    draws = {"weight": torch.zeros(1, 2, 2, 2)}
+    found = Posterior(Target.from_module(nn.Linear(2, 2, bias=False), likelihood), draws, {})
+    for change in (found.at_softmax_temperature, found.at_noise_factor, found.at_width):
+        with pytest.raises(ValueError, match=r"predictions under .* have no (softmax temperature|noise factor): make"):
+            change(2.0)
+
+
+def test_examples_that_were_impossible_widen_the_noise() -> None:
+    """Their log densities are minus infinity in float32."""
+    model = Wide()
+    target = Target.from_module(model, "heteroscedastic", priors.Normal(1.0))
+    x, y = responses(500, 0)
+    posterior = Posterior(target, {"mean.weight": torch.eye(2).expand(1, 2, 2, 2)}, {})
+    far = y + 1e20
+    assert posterior.log_predictive((x, far)).isneginf().all()
+    with pytest.warns(SamplingWarning, match="noise factor 148 is the last"):
+        assert posterior.calibrated(x, far).noise_factor > 100
 
 
 def test_densities_of_numbers_are_those_at_each_noise_factor() -> None:

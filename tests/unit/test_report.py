@@ -122,7 +122,7 @@ def test_from_a_trained_network_it_begins_with_whether_that_became_better(classe
     html = report_html(posterior, data=data, heldout=heldout)
     compared = posterior.against_start(*heldout)
     assert html.index("Better than the trained network?") < html.index("Predictions on held-out rows")
-    assert f"(ratio {compared.ratio:.3f})" in html and "on 100 examples, 80 draws: held-out rows." in html
+    assert f"(ratio {compared.ratio:.3f})" in html and "in the mean of 100 examples, 80 draws: held-out rows." in html
     assert f"<td>{compared.start.nll:.4f}</td>" in html and f"<td>{compared.average.nll:.4f}</td>" in html
 
 

@@ -616,11 +616,15 @@ def test_a_regression_of_few_rows_is_sampled_by_hmc_at_its_own_temperature() -> 
     assert found.difference + 2 * found.standard_error < 0
 
 
-def test_a_warm_up_that_is_too_short_is_refused_before_the_trials() -> None:
+def test_a_warm_up_that_is_too_short_is_refused_before_the_trials(tmp_path: Path) -> None:
+    """A stored run begins at the network again. Without a store it continues a trial, and needs less."""
     model = trained()
+    given = {**SHORT, "starts": [model], "held_out": HELD, "method": "isgd"}
     with patch.object(TrainedRun, "_trial") as trial, pytest.raises(ValueError, match="warmup = 5"):
-        sample(target_of(model), TRAIN, starts=[model], held_out=HELD, method="isgd", **{**SHORT, "warmup": 5})
+        sample(target_of(model), TRAIN, store=tmp_path / "run", **{**given, "warmup": 5})
     trial.assert_not_called()
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(sample(target_of(model), TRAIN, **{**given, "warmup": 60}))
 
 
 def test_chains_that_are_fewer_than_the_starts_are_told_of() -> None:

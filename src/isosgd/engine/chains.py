@@ -412,6 +412,12 @@ class Chains:
         """Whether there is gradient noise for the sampler to follow."""
         return self.sampler.estimator.centred and self.hmc is None
 
+    @property
+    def has_seen_noise(self) -> bool:
+        """Whether the sampler knows the noise that its next step takes into account; without a warm-up it may not."""
+        noise = self.sampler.noise
+        return not (self.follows_noise and any(noise.uses)) or self.geometry is not None or noise.begun
+
     def energy(self) -> Tensor:
         """Negative log density of each chain from the last loss, which must be that of all data."""
         return (self.num_data * self.loss - self.log_prior()) / self.temperature

@@ -144,7 +144,7 @@ class MultiStep:
 
     def _try(self) -> str:
         """Compile without moving chains or drawing random numbers."""
-        if not self.compiled or self._waits:
+        if not self.compiled:
             return ""
         theta, tensors = self.program.begin(), self._tensors()
         batches, program = self.run.batches, self.program
@@ -157,12 +157,6 @@ class MultiStep:
             if program.follows_noise:
                 split(theta, self._at(batch, 0), program.innovation(xi, 0), tensors)
         return loop.unsupported_reason or split.unsupported_reason
-
-    @property
-    def _waits(self) -> bool:
-        """Whether there are no tensors of a step yet: without a warm-up, no noise was seen before the first one."""
-        sampler = self.run.sampler
-        return self.program.follows_noise and sampler.geometry is None and not sampler.noise.begun
 
     # -- the step, of tensors alone -----------------------------------------------------------------------------------
 
@@ -226,12 +220,7 @@ class MultiStep:
             steps: number of steps to take.
             tick: called with the number of steps taken.
         """
-        end = done + steps
-        if self._waits:
-            self.run.step(split=True)
-            tick(1)
-            done += 1
-        theta = self.program.begin()
+        theta, end = self.program.begin(), done + steps
         while done < end:
             until = min(end, done + self.most)
             if self.program.follows_noise:  # a step that is split is the last of its call

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isosgd.errors import warn_caller
-from isosgd.target.likelihoods import Bernoulli, Categorical, Likelihood
+from isosgd.target.likelihoods import Bernoulli, Categorical, Likelihood, has_classes
 from isosgd.target.params import Params
 
 # From 0.61 to 12 in steps of 10%, with a few beyond.
@@ -31,16 +31,11 @@ FEW = 2  # examples whose gain may be luck, such as those a network got wrong wi
 UNSEEN = 1  # examples with random labels, added to those left out one by one
 
 
-def has_width(likelihood: object) -> bool:
-    """Whether predictions under this likelihood can be wider or narrower."""
-    return isinstance(likelihood, Likelihood) and likelihood.can_widen
-
-
 def widths_of(likelihood: object) -> tuple[float, ...]:
-    """Those that are tried: for noise none below 1."""
-    if not has_width(likelihood):
+    """Those that are tried: for noise none below 1; only 1 where predictions have no width."""
+    if not (isinstance(likelihood, Likelihood) and likelihood.has_width):
         return (1.0,)
-    return WIDTHS if isinstance(likelihood, Categorical | Bernoulli) else tuple(w for w in WIDTHS if w >= 1)
+    return WIDTHS if has_classes(likelihood) else tuple(w for w in WIDTHS if w >= 1)
 
 
 def label_and_mean(likelihood: Likelihood, logits: Tensor, y: Tensor) -> Tensor:
@@ -134,7 +129,8 @@ def averaged(blocks: Iterable[Tensor], widths: tuple[float, ...], counts: Sequen
                 taken[i] += int(mine.sum())
         random += block[..., 1].double().mean(1).sum(0).cpu()
         done += len(block)
-    values = [x.T.cpu() - math.log(n) for x, n in zip(sums, taken, strict=True) if x is not None]
+    least = torch.finfo(torch.float32).min  # of impossible examples: differences must be numbers
+    values = [(x.T.cpu() - math.log(n)).clamp_min(least) for x, n in zip(sums, taken, strict=True) if x is not None]
     return Densities(torch.stack(values, 1), random / done, widths)
 
 
@@ -225,7 +221,7 @@ def warn_of_end(width: float, classes: bool) -> None:
     if width in (WIDTHS[0], WIDTHS[-1]):
         sure, low = "sure" if width > 1 else "unsure", WIDTHS[0] if classes else 1.0
         warn_caller(
-            f"the {name_of_width(classes)} {width:.2g} is the last of those that are tried, {low:.2g} to "
+            f"the {name_of_width(classes)} {width:.3g} is the last of those that are tried, {low:.2g} to "
             f"{WIDTHS[-1]:.3g}: predictions are far too {sure} for these examples; do inputs and what is to be "
             "predicted belong together?"
         )

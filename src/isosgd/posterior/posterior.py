@@ -28,7 +28,6 @@ from isosgd.posterior.calibration import (
     Densities,
     averaged,
     best_width,
-    has_width,
     name_of_width,
     warn_of_end,
     widths_of,
@@ -250,7 +249,7 @@ class Posterior:
             x: inputs, as the model or the target's ``predict`` takes them. Predictions are on their device.
             batch_size: inputs per batch; all by default.
             function: your own ``(model, params, x) -> Tensor[n, ...]`` to average instead of the target's prediction.
-                ``model`` is the network at a draw; its outputs are not divided by the `softmax_temperature`. A dict of
+                ``model`` is the network at a draw; its outputs and ``params`` are not calibrated (`width`). A dict of
                 ``mean`` and ``variance`` means normal noise around the mean.
             levels: quantiles of y to compute, such as ``(0.025, 0.5, 0.975)``, of the mixture over draws.
             refresh: batches of training data or inputs that give each draw its BatchNorm statistics.
@@ -446,12 +445,7 @@ class Posterior:
         Args:
             temperature: above 1 for less confident predictions; 1 changes nothing.
         """
-        if not self.view.classes:
-            raise ValueError(
-                "a softmax temperature is for classes: make the target by Target.from_module with the likelihood "
-                "'categorical' or 'bernoulli'; predictions of a regression have a noise factor"
-            )
-        return self.at_width(temperature)
+        return self._at_width(temperature, classes=True)
 
     def at_noise_factor(self, factor: float) -> Posterior:
         """The same draws with their noise scales multiplied by ``factor`` in predictions of a regression.
@@ -461,20 +455,25 @@ class Posterior:
         Args:
             factor: above 1 for less confident predictions; 1 changes nothing.
         """
-        if self.view.classes:
-            raise ValueError("a noise factor is for regressions; predictions of classes have a softmax temperature")
-        return self.at_width(factor)
+        return self._at_width(factor, classes=False)
 
     def at_width(self, width: float) -> Posterior:
         """The same draws `at_softmax_temperature`, or `at_noise_factor` for a regression."""
-        name, network = name_of_width(self.view.classes), self.view.network
+        return self._at_width(width, self.view.classes)
+
+    def _at_width(self, width: float, classes: bool) -> Posterior:
+        name, network = name_of_width(classes), self.view.network
         if not isinstance(width, Real) or not (math.isfinite(width) and float(width) > 0):
             raise ValueError(f"{name} = {width!r} must be a positive number; 1 changes nothing")
-        if network is None or not has_width(network.likelihood):
+        if network is None or len(widths_of(network.likelihood)) == 1:
+            what = "of this target" if network is None else f"under {self.view.target.describe()['likelihood']['name']}"
             raise ValueError(
-                f"predictions have no {name}, which is for classes, and for noise with a sampled or predicted scale: "
-                "make the target by Target.from_module with such a likelihood"
+                f"predictions {what} have no {name}: make the target by Target.from_module, for classes with "
+                "'categorical' or 'bernoulli', for numbers with noise whose scale is sampled or predicted"
             )
+        if classes != self.view.classes:
+            kind = "classes" if classes else "regressions"
+            raise ValueError(f"a {name} is for {kind}; here there is a {name_of_width(not classes)}")
         info = {**self.info, name.replace(" ", "_"): float(width)}
         return Posterior(self.target, self.draws, info, self.data, self.buffers, self.starts)
 

@@ -13,7 +13,7 @@ from isosgd.data.sources import Tensors
 from isosgd.posterior.draws import Device, batches_of, moved, place_of
 from isosgd.posterior.view import View
 from isosgd.target import Likelihood, Params, Target
-from isosgd.target.batches import with_tensors
+from isosgd.target.batches import batch_length, with_tensors
 from isosgd.target.modules import unwrapped
 
 State = Mapping[str, Any]
@@ -61,7 +61,7 @@ def stacked(states: Sequence[State], target: Target, scales: Params) -> tuple[Pa
 
 @torch.no_grad()
 def with_noise_scale(target: Target, start: State, examples: Tensors, device: Device = None) -> State:
-    """A start with the noise scale under which it predicts best.
+    """A start with the noise scale under which it predicts best, the same for all outputs.
 
     A network has no noise scale. Under an arbitrary one its score would be poor, and any draws would look better.
     """
@@ -73,6 +73,9 @@ def with_noise_scale(target: Target, start: State, examples: Tensors, device: De
     place = place_of(device, target.device, examples)
     params, buffers = ({name: x[0, 0] for name, x in part.items()} for part in stacked([start], target, {}))
     natural = moved(params | buffers, place)
+    if batch_length(examples) == 0:
+        return start
+    network.check(natural, examples)
     found = []  # outputs and what was to be predicted
     for part in batches_of(examples, SCORED):
         part = moved(part, place)

@@ -17,10 +17,10 @@ from isosgd.posterior.draws import moved
 from isosgd.target import Likelihood, Params, Target
 from isosgd.target.batches import inputs_of, tree_map, with_tensors
 from isosgd.target.heads import Head
+from isosgd.target.likelihoods import has_classes
 from isosgd.target.modules import ModuleLikelihood
 
 NUMBERS = {"Gaussian", "StudentT", "Heteroscedastic"}  # y is normal or Student-t around each draw's mean
-CLASSES = {"Categorical", "Bernoulli", "Tokens"}
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of a BatchNorm layer
 
 Function = Callable[[Callable[..., Any], Params, Any], Any]
@@ -42,7 +42,7 @@ class View:
         self.network = Network(likelihood, width) if isinstance(likelihood, ModuleLikelihood) else None
         about = target.describe()["likelihood"]
         name = str(about["name"])
-        self.classes = self.network is not None and name in CLASSES
+        self.classes = self.network is not None and has_classes(self.network.likelihood)
         # A user's predict that gives mean and variance means normal noise.
         self.df: float | None = math.inf if self.network is None else None
         if self.network is not None and name in NUMBERS and (df := about.get("df") or math.inf) > 2:

@@ -19,7 +19,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from isosgd.progress import tell
 from isosgd.sampling.weights import start_posterior
 from isosgd.target import Target
 from isosgd.target.batches import tensors_of
-from isosgd.target.likelihoods import Bernoulli, Categorical, Tokens
+from isosgd.target.likelihoods import has_classes
 
 COLDER = 10.0  # if the coldest rung was best, one colder by this factor is tried
 COOLER = 10**0.5  # factor between temperatures that fall
@@ -164,6 +164,11 @@ class Rung:
         nll, alone = float(-together.mean()), float(-after.values[after.one, part].mean())
         return cls(temperature, nll, float(change.mean()), error, rest, share, alone, part, after.widths[index])
 
+    @classmethod
+    def read(cls, stored: Mapping[str, Any]) -> Rung:
+        """From stored values, of which those of other versions are left out."""
+        return cls(**{each.name: stored[each.name] for each in fields(cls) if each.name in stored})
+
     def better(self, sure: float, without_few: bool, short: float = 0.0) -> bool:
         """Whether it is better than the starts by ``sure`` standard errors.
 
@@ -217,10 +222,9 @@ def check_ladder(ladder: Any) -> tuple[float, ...]:
     return tuple(found)
 
 
-def has_classes(target: Target) -> bool:
+def of_classes(target: Target) -> bool:
     """Whether the likelihood is one of classes: its NLL is at least 0, and held-out labels must be known."""
-    likelihood = None if target.module is None else target.module.likelihood
-    return isinstance(likelihood, Categorical | Bernoulli | Tokens)
+    return target.module is not None and has_classes(target.module.likelihood)
 
 
 def densities(posterior: Posterior, examples: Tensors, device: Any, counts: Sequence[int] = ()) -> Densities:
@@ -279,7 +283,7 @@ class Ladder:
         self.width = self.alone.widths[calibrated]
         self.calibrated_nll = -float(self.alone.values[calibrated, 0].mean())
         self.start_nll = -float(self.beside.values[self.beside.one, 0].mean())
-        self.unit = abs(self.start_nll) if has_classes(target) else 1.0  # the NLL of a density may be 0
+        self.unit = abs(self.start_nll) if of_classes(target) else 1.0  # the NLL of a density may be 0
         self.found: dict[float, Rung] = {}
         self.places: dict[float, Place] = {}
         self.drawn: dict[float, Posterior] = {}

@@ -217,7 +217,9 @@ class _Drawing:
         self.bar.total = (plan.here or plan.total) * (
             result.reports[0].steps + self.done + chains.sampler.steps_to(gap, plan.draws - self.drawn)
         )
-        self.multi_step = leapfrogs or _many_steps(chains, plan, gap, self.bar)
+        self.multi_step = leapfrogs
+        if leapfrogs is None and (chains.graph is not None or chains.has_seen_noise):
+            self.multi_step = _many_steps(chains, plan, gap, self.bar)
         self.noise_every = plan.noise_interval(chains)
         return gap
 
@@ -279,6 +281,11 @@ class _Drawing:
             for _ in self.multi_step.turns(self.done, steps, self._tick):
                 yield False
             left = 0
+        if self.multi_step is None and not chains.has_seen_noise:  # the steps of a call use what was seen before it
+            chains.step(split=True)
+            self._tick(1)
+            left -= 1
+            self.multi_step = _many_steps(chains, self.plan, gap, self.bar)
         most = self._most_steps()
         while left:
             count, began = int(min(left, most)), time.monotonic()

@@ -116,9 +116,9 @@ def sample(
         log: a folder for TensorBoard, which shows loss and rates at every draw (needs the extra ``tensorboard``).
         budget: with ``draws="auto"``, the most draws of each chain; 2,000 by default.
         held_out: with ``temperature="auto"``, examples that the starts were not trained on: ``(x, y)``, a loader, or a
-            fraction of the data to set aside, such as 0.1. They also calibrate predictions of classes
-            (`Posterior.softmax_temperature`). With ``draws="auto"``, inputs at which the convergence of predictions is
-            judged; some of the training data by default.
+            fraction of the data to set aside, such as 0.1. They also calibrate predictions
+            (`Posterior.softmax_temperature`, `Posterior.noise_factor`). With ``draws="auto"``, inputs at which the
+            convergence of predictions is judged; some of the training data by default.
         ladder: temperatures to try with ``temperature="auto"``, by I-SGD. By default 0.3 (0.03 with cycles), and lower
             ones if that does harm; only 1 if the likelihood samples the scale of its noise, which a lower temperature
             would make too small.

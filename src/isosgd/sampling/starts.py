@@ -11,7 +11,7 @@ from torch import nn
 from isosgd.data.sources import Tensors, as_tensors, joined
 from isosgd.errors import warn_caller
 from isosgd.posterior.starts import State, as_states
-from isosgd.sampling.ladder import has_classes
+from isosgd.sampling.ladder import of_classes
 from isosgd.target import Target
 from isosgd.target.batches import tensors_of, tree_map
 from isosgd.target.modules import unwrapped
@@ -139,7 +139,7 @@ def _check_held_out(found: Tensors, tensors: Tensors | None, target: Target) -> 
             f"targets of an example have the shape {list(y.shape[1:])} in held_out and {list(known.shape[1:])} in the "
             "data: pass both alike, classes as one integer of each example"
         )
-    if has_classes(target) and y.ndim < 2:  # a text may well have tokens that no other has
+    if of_classes(target) and y.ndim < 2:  # a text may well have tokens that no other has
         new = sorted(set(y.flatten().tolist()) - set(known.flatten().tolist()))
         if new:
             raise ValueError(

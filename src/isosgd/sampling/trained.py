@@ -42,8 +42,8 @@ from isosgd.sampling.ladder import (
     Rung,
     check_ladder,
     densities,
-    has_classes,
     last_draws,
+    of_classes,
 )
 from isosgd.sampling.run import Checked, checking, draw_at
 from isosgd.sampling.settings import HEATED, check_heating
@@ -231,7 +231,7 @@ class TrainedRun:
         if scored is not None:
             self.starts = [with_noise_scale(target, start, scored, self.device) for start in self.starts]
         self.choosing = temperature in (None, "auto")  # the temperature
-        self.width_name = name_of_width(has_classes(target))
+        self.width_name = name_of_width(of_classes(target))
         self.by_noise = learns_noise(target)  # then T is 1, and held-out examples do not choose it
         if method is None:
             chosen = self.choosing and ladder is None and self.held_out is not None
@@ -272,9 +272,9 @@ class TrainedRun:
         a colder one, or by the starts.
         """
         choice = Choice(1.0 if self.choosing else self.temperature, "")
-        if self.warmup != "auto" and self.held_out is not None:  # one that is too short is refused before the trials
-            with checking():
-                self._run(choice, {})
+        # A warm-up that is too short is refused before the trials; a run that continues one may have a shorter one.
+        if self.choosing and self.held_out is not None and not (self.alone and self.continues):
+            self._check()
         with suppress(Checked):  # the settings of a rung are good; those of the run are checked next
             choice = self.choose()
         choice = replace(choice, temperature=self._of_rank_0(choice.temperature))
@@ -310,12 +310,23 @@ class TrainedRun:
             choice = replace(choice, temperature=self._of_rank_0(choice.temperature))
         return self._starts_alone(choice)
 
+    def _check(self) -> None:
+        """Raise what a run that begins at the networks would raise before its first step, as its warm-up is given."""
+        if self.warmup == "auto":
+            return
+        lengths = {"warmup": self.warmup, "keep_every": 1 if self.keep_every == "auto" else self.keep_every}
+        with torch.random.fork_rng(devices=[]), checking():  # loaders take global random numbers
+            self._draw(
+                self.starts, starts=self.given, chains=self.chains, trained=True, temperature=1.0, begin={},
+                **{**self.of_run, **lengths},
+            )  # fmt: skip
+
     def weighted(self, drawn: Posterior, temperature: float) -> Posterior:
         """The draws of a stored run that was begun before, as held-out examples weight them."""
         assert self.held_out is not None
         self.ladder = self._make_ladder()
         known = drawn.info.get("temperature_choice", {})
-        more = {"rungs": tuple(Rung(**one) for one in known.get("rungs", ())), "seconds": known.get("seconds", 0.0)}
+        more = {"rungs": tuple(map(Rung.read, known.get("rungs", ()))), "seconds": known.get("seconds", 0.0)}
         about = {**more, "held_out": len(self.ladder.beside), **self.ladder.about_starts}
         choice = Choice(temperature, known.get("reason", "given"), **about)
         choice, judged, count, good = self._judged(choice, drawn)
@@ -483,7 +494,7 @@ class TrainedRun:
 
         With ``by_few`` a gain from only `FEW` examples suffices.
         """
-        unit = choice.calibrated_nll if has_classes(self.target) else 1.0
+        unit = choice.calibrated_nll if of_classes(self.target) else 1.0
         if self.by_noise:
             return judged.better(SURE, False, short * unit)
         return judged.better(SURE_CHOSEN, not by_few, (short - LEAST_GAIN) * unit)
@@ -498,8 +509,16 @@ class TrainedRun:
         # A colder run stays closer to the start: it helps if draws are worse than the start, and may be surer.
         last = len(choice.runs) >= RUNS or (useless and judged.alone <= choice.start_nll)
         last |= not self._is_better(choice, judged, COLDER_GAIN)
-        last |= warmup == 0  # then there would be no rates
+        last |= warmup == 0 or not self._can_begin_anew()  # then there would be no rates
         return self._colder(choice, fault, COLDER if useless else COOLER, last)
+
+    def _can_begin_anew(self) -> bool:
+        """Whether the warm-up is long enough for a run that does not continue a trial."""
+        try:
+            self._check()
+        except ValueError:
+            return False
+        return True
 
     def _colder(self, choice: Choice, fault: str, factor: float = COLDER, last: bool = False) -> Choice:
         """The choice of a lower temperature; 0 if this was the ``last`` run, or no rung would be so cold."""
@@ -537,7 +556,7 @@ class TrainedRun:
         if count is not None:
             what += f", by the first {count} of {found.num_draws} draws"
         what += f" (the start {judged.nll - judged.difference:.4g}; each half is scored by the choices of the other)"
-        warn_of_end(width, has_classes(self.target))
+        warn_of_end(width, of_classes(self.target))
         tell(f"held-out examples: {what}", self.shows)
         about = self._about(replace(choice, reason=f"{choice.reason}; {what}"))
         self._keep(Weights(share, width, count, found.num_draws, about["temperature_choice"]))
@@ -568,7 +587,7 @@ class TrainedRun:
         if (width := choice.start_width) != 1:
             scaled = f"predicted at the {self.width_name} {width:.2g} (NLL {choice.calibrated_nll:.4g})"
             choice = replace(choice, reason=f"{choice.reason}, {scaled}")
-        warn_of_end(width, has_classes(self.target))
+        warn_of_end(width, of_classes(self.target))
         warn_caller(choice.reason + stored)
         about, engine = self._about(choice), {"engine": self.engine} if self.engine else {}
         if drawn is not None:

@@ -35,6 +35,8 @@ KEPT = (
 )
 """What ``info`` says of a run also where the draws are the starts alone."""
 
+_EARLIER = {"softmax_temperature": "width"}  # names that stores of an unreleased version have
+
 _as_drawn: ContextVar[bool] = ContextVar("as_drawn", default=False)
 
 
@@ -90,8 +92,9 @@ class Weights:
         """Those of a stored run; None if it has none."""
         if not manifest.weights:
             return None
+        known = {_EARLIER.get(name, name): value for name, value in manifest.weights.items() if name != "scales"}
         try:
-            return cls(**manifest.weights)
+            return cls(**known)
         except (TypeError, ValueError) as error:
             raise StoreError(
                 f"the manifest's weights of draws cannot be read ({error}): isosgd.load(..., as_drawn=True) leaves "

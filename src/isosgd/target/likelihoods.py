@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -29,7 +29,15 @@ class Likelihood(ABC):
     """Distribution of ``y`` given a model's output.
 
     A ``scale`` of the noise is a number, or a prior of positive numbers under which it is sampled.
+
+    Predictions are calibrated by `wider`. A likelihood of your own that brings a parameter with ``noise_scale=True``
+    can leave this out by a property ``has_width`` that is False.
+
+    Attributes:
+        of_classes: whether ``y`` are labels and the output their logits.
     """
+
+    of_classes: ClassVar[bool] = False
 
     scale: float | PositivePrior | None
 
@@ -70,13 +78,15 @@ class Likelihood(ABC):
         return _by_example(found), inner, by_log, own
 
     @property
-    def can_widen(self) -> bool:
-        """Whether predictions can be made wider, see `wider`."""
-        return isinstance(vars(self).get("scale"), PositivePrior)
+    def has_width(self) -> bool:
+        """Whether predictions can be made wider, see `wider`: by default of classes, or with a sampled noise scale."""
+        return self.of_classes or any(extra.noise_scale for extra in self.extra().values())
 
     def wider(self, output: Tensor, params: Params, width: float) -> tuple[Tensor, Params]:
-        """Output and parameters whose predictions are wider: noise with so many times the scale, flatter classes."""
-        return output, {**params, SCALE: params[SCALE] * width}
+        """Output and parameters under which predictions are wider: so many times the noise, or flatter classes."""
+        if self.of_classes:
+            return output / width, params
+        return output, {**params, **{n: params[n] * width for n, e in self.extra().items() if e.noise_scale}}
 
     @abstractmethod
     def mean(self, output: Tensor, params: Params) -> Tensor:
@@ -197,6 +207,8 @@ class Categorical(Likelihood):
         tensor([-1.3863])
     """
 
+    of_classes = True
+
     def log_prob(self, output: Tensor, y: Tensor, params: Params) -> Tensor:
         y = self._labels(output, y)
         # torch would skip the label -100 by default.
@@ -206,11 +218,6 @@ class Categorical(Likelihood):
         found, y = output.log_softmax(1), self._labels(output, y).long().unsqueeze(1)
         slope = (-found.exp()).scatter_add_(1, y, torch.ones_like(found[:, :1]))
         return found.gather(1, y).squeeze(1), slope, {}
-
-    can_widen = True
-
-    def wider(self, output: Tensor, params: Params, width: float) -> tuple[Tensor, Params]:
-        return output / width, params
 
     @staticmethod
     def _labels(output: Tensor, y: Tensor) -> Tensor:
@@ -257,6 +264,7 @@ class Tokens(Likelihood):
         (tensor([-2.7726]), tensor([-1.3863]))
     """
 
+    of_classes = True
     shift: bool = True
     per: Literal["token", "example"] = "token"
     ignore: int = -100
@@ -264,6 +272,10 @@ class Tokens(Likelihood):
     def __post_init__(self) -> None:
         if self.per not in ("token", "example"):
             raise ValueError(f"Tokens: per = {self.per!r} is unknown; choose 'token' or 'example'")
+
+    @property
+    def has_width(self) -> bool:
+        return False  # tokens of a text are not calibrated
 
     def _matched(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and their labels."""
@@ -312,6 +324,8 @@ class Tokens(Likelihood):
 class Bernoulli(Likelihood):
     """Binary ``y``, 0 or 1 of any type, from a logit."""
 
+    of_classes = True
+
     def log_prob(self, output: Tensor, y: Tensor, params: Params) -> Tensor:
         output, y = _align(output, y)
         return _by_example(-F.binary_cross_entropy_with_logits(output, y, reduction="none"))
@@ -319,11 +333,6 @@ class Bernoulli(Likelihood):
     def slopes(self, output: Tensor, y: Tensor, params: Params) -> tuple[Tensor, Tensor, Params]:
         aligned, wanted = _align(output, y)
         return self.log_prob(output, y, params), (wanted - aligned.sigmoid()).view_as(output), {}
-
-    can_widen = True
-
-    def wider(self, output: Tensor, params: Params, width: float) -> tuple[Tensor, Params]:
-        return output / width, params
 
     def mean(self, output: Tensor, params: Params) -> Tensor:
         return output.sigmoid()
@@ -479,7 +488,9 @@ class Heteroscedastic(Likelihood):
         found, inner, by_log, own = self._noise_slopes(location, y, scale, self._tails, params)
         return found, torch.stack([inner, 0.5 * by_log], -1).view_as(output), own
 
-    can_widen = True
+    @property
+    def has_width(self) -> bool:
+        return True
 
     def wider(self, output: Tensor, params: Params, width: float) -> tuple[Tensor, Params]:
         location, log_square = self._pair(output)
@@ -525,6 +536,11 @@ class Poisson(Likelihood):
         bad = (y < 0) | (y != y.round()) if y.is_floating_point() else y < 0
         if bool(bad.any()):
             raise ValueError(f"Poisson needs counts 0, 1, 2, ..., got {_first(y, bad)}")
+
+
+def has_classes(likelihood: object) -> bool:
+    """Whether this is one of our likelihoods and of classes."""
+    return isinstance(likelihood, Likelihood) and likelihood.of_classes
 
 
 NAMES: dict[str, Callable[[], Likelihood]] = {
