@@ -380,7 +380,9 @@ def stepped(options: dict[str, Any], count: int, classes: bool, temperature: flo
 
 
 @pytest.mark.usefixtures("built")
-@pytest.mark.parametrize(("count", "classes", "temperature"), [(1, True, 0.1), (3, False, 1.0)])
+@pytest.mark.parametrize(
+    ("count", "classes", "temperature"), [(1, True, 0.1), pytest.param(3, False, 1.0, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("options", [*STEPPED, pytest.param(FULL, marks=pytest.mark.long)], ids=str)
 def test_many_steps_in_a_call_are_those_without_the_library(
     options: dict[str, Any], count: int, classes: bool, temperature: float, monkeypatch: pytest.MonkeyPatch

@@ -161,6 +161,7 @@ def test_every_way_to_run(tmp_path: Path, way: str) -> None:
     assert way != "turn" or load(tmp_path).info["engine"].startswith("in turn")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.6, 0.9])
 def test_a_time_limit_leaves_a_resumed_warm_up_its_steps(share: float, tmp_path: Path) -> None:
     def run(**more: Any) -> Posterior:

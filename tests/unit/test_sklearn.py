@@ -172,6 +172,7 @@ def test_rows_that_are_repeated_do_not_say_how_sure_averages_should_be() -> None
     assert once.softmax_temperature_ != 1 == often.softmax_temperature_
 
 
+@pytest.mark.long
 def test_how_sure_averages_are_comes_back_with_the_draws(tmp_path: Path) -> None:
     """And is found anew from more of them; it is on a grid, so that it may come out the same for some data."""
     changed = []

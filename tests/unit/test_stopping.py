@@ -137,6 +137,7 @@ def test_chains_for_which_no_time_is_left_are_left_out(
     assert whole.num_chains == 3 and whole.num_draws == 5 and whole.info["complete"]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*did not settle; max_seconds:isosgd.SamplingWarning")  # on a busy machine
 def test_nothing_is_compiled_in_a_short_time() -> None:
     found = sample(target(), (Y,), draws=20, chains=200, batch_size=80, max_seconds=50.0, progress=False, seed=1)
@@ -282,6 +283,7 @@ def test_chains_on_a_loader_are_judged_at_held_out_inputs() -> None:
     assert found.num_draws == 25 and found.info["chains"] == 2 and "of 2 chains" in found.info["stopped"]
 
 
+@pytest.mark.long
 def test_networks_are_judged_by_what_they_predict() -> None:
     """Two weights of which only the product shows: chains of either sign never agree on them, yet predict alike."""
     x = torch.randn(80, 1, generator=torch.Generator().manual_seed(1))

@@ -244,6 +244,7 @@ def test_two_held_out_examples_are_too_few_for_a_second_run(monkeypatch: pytest.
     assert len(judged_as(monkeypatch, ["unsure", "never"], held_out=(x[worst], y[worst]))[0]) == 1
 
 
+@pytest.mark.long
 def test_held_out_examples_are_predicted_once_by_each_trial() -> None:
     """Also where the network is not too sure, so that a trial tells whether it was trained to the end."""
     calls = list[int]()

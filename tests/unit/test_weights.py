@@ -130,6 +130,7 @@ def test_a_regression_keeps_its_weights_too(tmp_path: Path) -> None:
         assert t.shape[1] == 12 and torch.equal(t[:, :8], before[name])
 
 
+@pytest.mark.long
 def test_a_regression_whose_draws_do_not_help_is_its_network(tmp_path: Path) -> None:
     """With the noise scale that suits the network, not that of draws far from it, and as without a store."""
     generator = torch.Generator().manual_seed(0)
@@ -167,6 +168,7 @@ def test_draws_that_were_not_judged_say_so(tmp_path: Path, monkeypatch: pytest.M
     assert alike(judged, same)
 
 
+@pytest.mark.long
 def test_runs_that_are_shown_together_are_as_drawn(tmp_path: Path) -> None:
     for seed in (0, 1):
         target, _ = run(tmp_path / str(seed), seed=seed)
