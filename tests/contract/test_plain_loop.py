@@ -339,6 +339,7 @@ def test_a_parameter_that_is_never_used_is_named(name: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.long
 def test_a_small_network_does_not_run_away(trained: bool) -> None:
     """With a full matrix, and no curvature to check it by, rates fell to 1e-9 or the loss was not finite."""
     loop = Loop("isgd")

@@ -93,6 +93,7 @@ def test_draws_are_those_of_several_cycles(drawn: Posterior) -> None:
     assert steps[[9, 19]].min() > 3 * steps.median()
 
 
+@pytest.mark.long
 def test_a_colder_trial_takes_over_what_heating_reached(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rate at which the loss rises does not depend on the temperature, so it is found once."""
     model, data, held_out, _ = network
@@ -135,6 +136,7 @@ def test_heating_ends_where_it_began(network: Any) -> None:
         assert (posterior.draws[name][0, 0] - x).norm() < 1e-3 * x.norm() + 1e-4, name
 
 
+@pytest.mark.long
 def test_small_networks_and_temperatures_that_are_given_keep_i_sgd(network: Any) -> None:
     model, data, held_out, _ = network
     target = Target.from_module(model, "categorical", "empirical")

@@ -381,9 +381,16 @@ def stepped(options: dict[str, Any], count: int, classes: bool, temperature: flo
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(
-    ("count", "classes", "temperature"), [(1, True, 0.1), pytest.param(3, False, 1.0, marks=pytest.mark.long)]
+    ("options", "count", "classes", "temperature"),
+    [
+        *[(options, 1, True, 0.1) for options in STEPPED],
+        *[pytest.param(options, 3, False, 1.0, marks=pytest.mark.long) for options in STEPPED],
+        pytest.param(FULL, 1, False, 1.0, marks=pytest.mark.long),
+        pytest.param(FULL, 1, True, 0.1, marks=pytest.mark.slow),  # minutes, and three chains twice as many
+        pytest.param(FULL, 3, False, 1.0, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("options", [*STEPPED, pytest.param(FULL, marks=pytest.mark.long)], ids=str)
 def test_many_steps_in_a_call_are_those_without_the_library(
     options: dict[str, Any], count: int, classes: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ def test_a_deep_linear_network_has_its_known_coefficient() -> None:
     assert found.gradients == 1000
 
 
+@pytest.mark.long
 def test_minibatches_give_the_same() -> None:
     target, data = regression(10)
     found = isosgd.llc(target, data, batch_size=200, draws=200)
@@ -75,6 +76,7 @@ def test_minibatches_give_the_same() -> None:
     assert isosgd.llc(target, loader, draws=10, warmup=20).gradients == 120
 
 
+@pytest.mark.long
 def test_draws_are_kept_where_they_are_asked_for() -> None:
     target, data = regression(4)
     found = isosgd.llc(target, data, draws=200, localization=2.0, keep_draws=True)

@@ -137,6 +137,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(options: dict[str, Any], tmp
 
 
 @pytest.mark.usefixtures("eager_compiler")
+@pytest.mark.long
 def test_data_sets_keep_to_their_own_rows() -> None:
     both = quick(DataSets((X, Y), rows=FOLDS), chains=2, structure="diagonal")
     assert both.info["engine"].endswith("several steps a call") and both.info["chains"] == 4

@@ -95,6 +95,7 @@ def full_at_the_end(monkeypatch: pytest.MonkeyPatch, folder: Path, function: Cal
     assert load(folder / "run").num_draws == 6 and not load(folder / "run").info["complete"]
 
 
+@pytest.mark.long
 def test_a_baseline_that_was_stopped_has_every_draw_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changing = Changing()
     full_at_the_end(monkeypatch, tmp_path, changing)
@@ -102,6 +103,7 @@ def test_a_baseline_that_was_stopped_has_every_draw_once(tmp_path: Path, monkeyp
     assert same(again, load(tmp_path / "whole")) and again.info["complete"]
 
 
+@pytest.mark.long
 def test_a_baseline_that_comes_out_otherwise_says_so_and_keeps_what_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +116,7 @@ def test_a_baseline_that_comes_out_otherwise_says_so_and_keeps_what_is_stored(
     assert same(again, load(tmp_path / "whole"))
 
 
+@pytest.mark.long
 def test_a_baselines_chains_keep_their_numbers(tmp_path: Path) -> None:
     settings = {**SWAG, "chains": 3, "init": middle_from_afar, "train_lr": 0.1}
     with pytest.warns(SamplingWarning, match="chain 1 was dropped"):

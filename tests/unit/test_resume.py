@@ -640,6 +640,7 @@ def test_a_setting_that_is_refused_does_not_block_the_folder(tmp_path: Path, res
         sample(make_target(), (X, Y), store=tmp_path, **BARE)
 
 
+@pytest.mark.long
 def test_what_another_run_wrote_while_a_resume_waited_is_kept(tmp_path: Path) -> None:
     """It goes on for a while after the manifest has been read for the identity check."""
     whole = sample(make_target(), (X, Y), **BARE)

@@ -98,6 +98,7 @@ def test_numbers_of_numpy_are_settings_too(data: tuple[Tensor, ...], tmp_path: P
         sample(target, data, temperature=np.float32(-1))  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_numbers_of_numpy_make_a_target(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     x = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))

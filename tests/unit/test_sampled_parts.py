@@ -217,6 +217,7 @@ RATE = 0.005 * 400 * 0.05**2  # times the curvature: 0.005
         (SGHMC, {"lr": RATE / 20, "friction": 0.05}),
     ],
 )
+@pytest.mark.long
 def test_samplers_in_a_loop_lose_nothing_in_bfloat16(sampler, settings):
     found, _ = levels(sampler, torch.bfloat16, **settings)
     # 1,700 steps relax 8 times: 400 means give an error of about 0.025; gradients in bfloat16 are off by up to 0.4%.

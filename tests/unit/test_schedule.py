@@ -72,6 +72,7 @@ def test_a_batch_larger_than_a_set_is_refused() -> None:
         sample(make_target(), DataSets((clusters(2),)), **{**QUICK, "batch_size": 81})
 
 
+@pytest.mark.long
 def test_means_of_several_data_sets_are_recovered() -> None:
     """Conjugate normals, three sets, two chains each, against the exact posterior of each set."""
     check_means(sample(make_target(), DataSets((clusters(3),)), chains=2, **{**QUICK, "draws": 100}))

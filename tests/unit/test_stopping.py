@@ -38,6 +38,7 @@ def auto(data: Any = (Y,), **options: Any) -> Posterior:
     return sample(options.pop("target", target()), data, **{**settings, **options})
 
 
+@pytest.mark.long
 def test_it_ends_when_predictions_have_converged() -> None:
     found = auto()
     assert found.info["stopped"].startswith("converged: ") and "R-hat" in found.info["stopped"]
@@ -100,6 +101,7 @@ def test_a_time_that_ends_before_noise_is_measured_is_an_error(monkeypatch: pyte
 
 @pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
 @pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.long
 def test_chains_for_which_no_time_is_left_are_left_out(
     stored: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -181,6 +183,7 @@ def test_held_out_inputs_need_a_target_that_predicts() -> None:
 
 
 @pytest.mark.filterwarnings(NOT_CONVERGED)
+@pytest.mark.long
 def test_chains_of_other_data_sets_are_not_compared() -> None:
     """The two posteriors lie far apart: together they could never converge."""
     data = DataSets((torch.stack([Y, Y + 50.0]),))

@@ -445,6 +445,7 @@ def test_a_file_that_the_system_cuts_short_is_taken_for_a_full_disk(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("eager_store")
+@pytest.mark.long
 def test_shards_are_written_while_the_chains_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow disk: the next draws are taken meanwhile, and their order is kept."""
     sync, writes, steps = Disk(seconds=0.05).fsync, list[tuple[float, float]](), list[float]()

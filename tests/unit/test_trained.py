@@ -237,6 +237,7 @@ def test_without_a_warm_up_there_is_no_second_run(monkeypatch: pytest.MonkeyPatc
     assert judged_as(monkeypatch, ["unsure", "never"], warmup=0)[0] == [0.3]
 
 
+@pytest.mark.long
 def test_two_held_out_examples_are_too_few_for_a_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, (x, y) = fitted(apart=0.0)
     losses = nn.functional.cross_entropy(model(x), y, reduction="none")
@@ -348,6 +349,7 @@ def test_draws_where_predictions_get_worse_are_left_out() -> None:
     assert found.against_start(*examples(2_000, 2)).ratio < 1
 
 
+@pytest.mark.long
 def test_the_start_has_its_share_of_predictions_and_none_of_the_diagnostics() -> None:
     """Its weight is what was asked for, of any kind of prediction; chains are judged without it."""
     models, new = [trained(seed) for seed in (0, 1)], examples(50, 2)
@@ -468,6 +470,7 @@ def test_a_network_that_is_sure_and_right_comes_back() -> None:
     assert found.info["gradients"] > 0 and found.info["temperature_choice"]["start_nll"] == 0
 
 
+@pytest.mark.long
 def test_a_regression_has_the_noise_of_its_draws_beside_them() -> None:
     """Four held-out rows know little of the noise: a network without a scale of its own takes that of the draws."""
     generator = torch.Generator().manual_seed(0)

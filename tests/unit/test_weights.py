@@ -69,6 +69,7 @@ def test_draws_that_do_not_help_leave_the_network_and_stay_in_the_store(tmp_path
     assert drawn.num_draws == 4 and drawn.info["method"] == "isgd"
 
 
+@pytest.mark.long
 def test_more_draws_are_weighted_anew_where_examples_are_given(tmp_path: Path) -> None:
     model = trained()
     target, found = run(tmp_path / "run")
@@ -86,6 +87,7 @@ def test_more_draws_are_weighted_anew_where_examples_are_given(tmp_path: Path) -
     assert nll(anew) < 0.9 * anew.against_start(*NEW).start.nll
 
 
+@pytest.mark.long
 def test_other_examples_judge_anew(tmp_path: Path) -> None:
     _, found = run(tmp_path / "run")
     _, same = run(tmp_path / "run", resume=True)
