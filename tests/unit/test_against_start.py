@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -281,3 +282,39 @@ def test_a_stored_run_knows_its_starts_when_it_is_loaded(tmp_path: Path) -> None
         isosgd.load(tmp_path / "all", target, verify=True)
     with pytest.warns(SamplingWarning, match="networks that chains began with are left out: .*start-000001"):
         assert isosgd.load(tmp_path / "all", target, damaged="drop").starts is None
+
+
+@pytest.mark.filterwarnings("ignore::isosgd.SamplingWarning")
+def test_a_network_of_several_outputs_has_a_noise_scale_for_each() -> None:
+    """Under one scale for both its score would be poor, and any draws would look better."""
+    generator = torch.Generator().manual_seed(0)
+    x, noise = (torch.randn(400, 2, generator=generator) for _ in range(2))
+    y = x + noise * torch.tensor([0.05, 1.0])
+    model = torch.nn.Linear(2, 2, bias=False)
+    model.load_state_dict({"weight": torch.eye(2)})
+    target = Target.from_module(model, likelihoods.Gaussian(outputs=2))
+    draws = {"weight": torch.eye(2).expand(1, 2, 2, 2), "likelihood.scale": torch.tensor([0.05, 1.0]).expand(1, 2, 2)}
+    found = Posterior(target, draws, {}, starts=[model.state_dict()]).against_start(x, y)
+    best = 0.5 * (2 * torch.pi * torch.e * (y - x).square().mean(0)).log().sum()
+    assert found.start.nll == pytest.approx(float(best), abs=1e-3)
+
+
+def test_one_noise_scale_for_columns_that_differ_is_warned_of() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 2, generator=generator)
+    y = x + torch.randn(400, 2, generator=generator) * torch.tensor([0.05, 1.0])
+    model = torch.nn.Linear(2, 2, bias=False)
+    model.load_state_dict({"weight": torch.eye(2)})
+    for likelihood, wanted in (("gaussian", 1), ("student_t", 1), (likelihoods.Gaussian(outputs=2), 0)):
+        target = Target.from_module(model, likelihood)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                target.check(target.initial(), (x, y))
+        said = [str(one.message) for one in told if "share one noise scale" in str(one.message)]
+        assert len(said) == wanted
+        assert all("(outputs=2) samples a scale for each" in text for text in said)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of the same size
+        target = Target.from_module(model, "gaussian")
+        target.check(target.initial(), (x, x + 0.1 * y))

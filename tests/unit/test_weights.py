@@ -150,6 +150,10 @@ def test_a_regression_whose_draws_do_not_help_is_its_network(tmp_path: Path) -> 
         assert found.info["method"] == "the starts"
         difference = found.log_predictive(new).mean() - alone.log_predictive(new).mean()
         assert abs(float(difference)) < 0.01
+    residual = new[1] - model(new[0]).detach()
+    best = float(0.5 * (2 * torch.pi * torch.e * residual.square().mean()).log())
+    for found in (alone, stored):  # the network that is compared with has the scale that suits the new rows
+        assert found.against_start(*new).start.nll == pytest.approx(best, abs=1e-3)
 
 
 def test_draws_that_were_not_judged_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -682,7 +682,8 @@ class Posterior:
         if view.network is not None and isinstance(view.network.likelihood, Tokens) and predicted is not None:
             pairs = [view.network.likelihood.scored(one, y) for one in predicted]
             predicted, y = [one for one, _ in pairs], pairs[0][1]
-        return compare(each, average, predicted, y, view.classes, len(self))
+        drawn = self.num_chains * (self.num_draws - int(self.info.get("from_start", 0)))  # without copies of networks
+        return compare(each, average, predicted, y, view.classes, drawn)
 
     def _states(self, starts: Any) -> Sequence[State]:
         """Trained networks as given, or those at which chains started."""

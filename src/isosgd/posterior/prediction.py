@@ -81,8 +81,9 @@ class Prediction:
             values = quantiles_over_draws(self.draws.flatten(0, 1), variances, many, self.df)
         else:
             raise ValueError(
-                f"quantiles at {list(many)} were not requested (there are {list(self.levels)}): "
-                "predict(x, levels=...) finds some, predict(x, return_draws=True) lets you choose later"
+                f"quantiles at {[round(level, 6) for level in many]} were not requested (there are "
+                f"{list(self.levels)}): predict(x, levels=...) finds some, predict(x, return_draws=True) lets you "
+                "choose later"
             )
         return values if isinstance(levels, Sequence) else values[0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def stacked(states: Sequence[State], target: Target, scales: Params) -> tuple[Pa
 
 @torch.no_grad()
 def with_noise_scale(target: Target, start: State, examples: Tensors, device: Device = None) -> State:
-    """A start with the noise scale under which it predicts best, the same for all outputs.
+    """A start with the noise scale under which it predicts best; of several outputs, with one for each.
 
     A network has no noise scale. Under an arbitrary one its score would be poor, and any draws would look better.
     """
@@ -85,14 +86,16 @@ def with_noise_scale(target: Target, start: State, examples: Tensors, device: De
     likelihood = network.likelihood
     assert isinstance(likelihood, Likelihood)
 
-    def fit(name: str, scale: Tensor) -> float:
-        params = natural | {name: scale.to(natural[name]).expand_as(natural[name])}
-        return float(likelihood.log_prob(output, y, params).double().sum().nan_to_num(-math.inf))
+    def fit(values: Tensor, scale: float) -> float:
+        values.fill_(scale)
+        return float(likelihood.log_prob(output, y, natural).double().sum().nan_to_num(-math.inf))
 
     for name in names:
-        spread, here = 1e4, 1.0  # a grid over eight decades, then finer ones around the best
-        for _ in range(4):
-            scales = here * torch.logspace(-math.log10(spread), math.log10(spread), SCALES, dtype=torch.float64)
-            here, spread = float(max(scales, key=lambda scale: fit(name, scale))), spread ** (4 / SCALES)
-        natural[name] = torch.full_like(natural[name], here)
+        natural[name] = natural[name].clone()
+        for values in natural[name].view(-1):  # the best of one output does not depend on those of the others
+            spread, here = 1e4, 1.0  # a grid over eight decades, then finer ones around the best
+            for _ in range(4):
+                scales = here * torch.logspace(-math.log10(spread), math.log10(spread), SCALES, dtype=torch.float64)
+                here, spread = max(scales.tolist(), key=partial(fit, values)), spread ** (4 / SCALES)
+            values.fill_(here)
     return {**start, **{name: natural[name].to(target.device) for name in names}}

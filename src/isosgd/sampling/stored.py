@@ -354,9 +354,10 @@ def _check_target(folder: Path, manifest: Manifest, target: Target) -> None:
         now["num_data"] = then["num_data"]
     found = list(differences(then, unpack(plain(now))))
     if found:
+        how = " (an empirical prior: from the trained weights)" if target.prior_is_empirical else ""
         raise ValueError(
-            f"the target is not the one that {folder} was drawn from:{as_lines(found)}\nmake it as it was then, or "
-            "leave it out to look at the draws alone"
+            f"the target is not the one that {folder} was drawn from:{as_lines(found)}\nmake it as it was then{how}, "
+            "or leave it out to look at the draws alone"
         )
     fixed = {name: x for name, x in frozen_tensors(folder, manifest).items() if name not in manifest.buffers}
     here = {**target.frozen, **target.buffers}

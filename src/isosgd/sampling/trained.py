@@ -229,7 +229,10 @@ class TrainedRun:
             known = Manifest.read(Path(self.store)).info.get("start_scales")
             self.starts = list(with_scales(starts, known, target))
         if scored is not None:
-            self.starts = [with_noise_scale(target, start, scored, self.device) for start in self.starts]
+            try:
+                self.starts = [with_noise_scale(target, start, scored, self.device) for start in self.starts]
+            except ValueError as error:
+                raise ValueError(f"{'the data' if self.held_out is None else 'held_out'}: {error}") from error
         self.choosing = temperature in (None, "auto")  # the temperature
         self.width_name = name_of_width(of_classes(target))
         self.by_noise = learns_noise(target)  # then T is 1, and held-out examples do not choose it
@@ -596,7 +599,7 @@ class TrainedRun:
             return weights.applied(drawn)
         info = {**self.spent, **engine, "complete": True, **about}
         found = starts_alone(start_posterior(self.target, self.starts), info, as_tensors(self.data), width)
-        found.starts = list(self.starts)
+        found.starts = list(self.given)
         return found
 
     def _about(self, choice: Choice) -> dict[str, Any]:

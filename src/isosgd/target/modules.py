@@ -22,13 +22,16 @@ from torch.nn.parameter import UninitializedParameter
 from isosgd.errors import first_line, nearest, warn_caller
 from isosgd.native import layers
 from isosgd.target.batches import batch_length, inputs_of, labels_of, tensors_of, tree_map
-from isosgd.target.likelihoods import NAMES, Bernoulli, Categorical, Likelihood, Tokens
+from isosgd.target.likelihoods import NAMES, Bernoulli, Categorical, Gaussian, Likelihood, StudentT, Tokens
 from isosgd.target.params import HALF, Params, match
 from isosgd.target.priors import Extra
 from isosgd.target.space import refuse_sharded
 
 CHECKED_ROWS = 64
 """Rows of a batch that a check passes through the module; values are checked in all rows."""
+
+MOST_COLUMNS, ENOUGH_ROWS, UNLIKE = 50, 20, 2.0
+"""Of ``y``: the most columns, the least rows and the least ratio of residuals to warn of a noise scale they share."""
 
 Select = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
 Autocast = Literal["bfloat16", "float16"]
@@ -118,7 +121,7 @@ class ModuleLikelihood:
         self._refreshed = [m for m in self._batch_norms if m.training and m.running_mean is not None]
         for norm in self._refreshed:
             norm.track_running_stats = False
-        self._told_of_probabilities = False
+        self._told_of_probabilities = self._told_of_one_scale = False
 
     def place(self, module: nn.Module) -> None:
         """Use a module, which has the sampled parameters, for forward passes."""
@@ -398,6 +401,7 @@ class ModuleLikelihood:
                 )
             self.likelihood.check(output, y)
             self._warn_of_probabilities(output)
+            self._warn_of_one_scale(output, y[: len(output)])
         return head
 
     def check_inputs(self, params: Params, x: Any) -> None:
@@ -456,6 +460,22 @@ class ModuleLikelihood:
             warn_caller(
                 f"the outputs of {self._class_name} are probabilities, and {name!r} takes logits: leave the model's "
                 "last softmax or sigmoid out, unless it was trained with both"
+            )
+
+    def _warn_of_one_scale(self, output: Tensor, y: Tensor) -> None:
+        """Warn once if columns of ``y`` share a sampled noise scale although their residuals differ in size."""
+        shared = isinstance(self.likelihood, Gaussian | StudentT) and self.likelihood.outputs is None and self.extra()
+        if self._told_of_one_scale or not shared or y.shape != output.shape or y.ndim != 2:
+            return
+        if not (2 <= y.shape[1] <= MOST_COLUMNS and len(y) >= ENOUGH_ROWS):
+            return
+        low, high = (float(x) for x in (output.detach().to(y) - y).float().square().mean(0).sqrt().aminmax())
+        if high > UNLIKE * low:
+            self._told_of_one_scale = True
+            name = type(self.likelihood).__name__
+            warn_caller(
+                f"the columns of y share one noise scale, but residuals of the network have sizes from {low:.2g} to "
+                f"{high:.2g}: likelihoods.{name}(outputs={y.shape[1]}) samples a scale for each"
             )
 
     @staticmethod
