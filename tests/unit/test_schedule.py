@@ -159,6 +159,21 @@ def test_a_large_model_on_a_cpu_runs_in_turn() -> None:
     assert posterior.info["engine"] == "in turn: one chain of 1,048,577 parameters fills the CPU"
 
 
+@pytest.mark.parametrize(
+    ("side", "engine"), [(8, "together"), (24, "in turn: one chain of a network with convolutions")]
+)
+def test_convolutions_of_larger_images_run_in_turn(side: int, engine: str) -> None:
+    """Mapped over chains they take longer on a CPU: 1.3 to 1.7 times for 28 by 28 values."""
+    net = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.LazyLinear(2))
+    x = torch.randn(64, 1, side, side)
+    net(x)
+    found = sample(
+        Target.from_module(net, "categorical"), (x, torch.arange(64) % 2), method="sgld", lr=1e-4, chains=2, draws=2,
+        keep_every=1, warmup=0, batch_size=32, progress=False,
+    )  # fmt: skip
+    assert found.info["engine"].startswith(engine)
+
+
 # ------------------------------------------------------------------------------------------------ failures
 
 

@@ -25,8 +25,10 @@ from isosgd.engine.gradients import batchable
 from isosgd.engine.ranks import Ranks
 from isosgd.errors import warn_caller
 from isosgd.target import Target
+from isosgd.target.batches import tensors_of
 
 LARGE = 1 << 20  # parameters from which a single chain fills a CPU, so that batching gains nothing
+IMAGES = 1 << 14  # input values in a minibatch from which the same holds of convolutions
 TOGETHER = "together"
 MOST_SIDE_BY_SIDE = 16
 GRAPH_EACH = 1 << 14  # parameters from which few chains on a GPU are faster each as a CUDA graph than batched
@@ -139,8 +141,12 @@ class Schedule:
             first, *others = (self.target.split_init(start_of(self.init, k))[1] for k in range(self.count))
             if any(one.keys() != first.keys() or any(not torch.equal(one[n], first[n]) for n in one) for one in others):
                 return "in turn: chains start with buffers of their own"
-        if size > LARGE and next(iter(start.values())).device.type == "cpu":
-            return f"in turn: one chain of {size:,} parameters fills the CPU"
+        if next(iter(start.values())).device.type == "cpu":
+            if size > LARGE:
+                return f"in turn: one chain of {size:,} parameters fills the CPU"
+            convolves = self.target.module is not None and self.target.module.convolves
+            if convolves and sum(t.numel() for t in tensors_of(self.target.inputs_of(batch))) >= IMAGES:
+                return "in turn: one chain of a network with convolutions fills the CPU"
         why = batchable(self.target, start, batch, self.num_data)
         if why:
             warn_caller(f"chains run in turn, not together: {why}")

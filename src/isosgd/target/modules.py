@@ -144,6 +144,11 @@ class ModuleLikelihood:
         paths = (path or "model" for path, layer in self._module.named_modules() if isinstance(layer, nn.RNNBase))
         return next(paths, "")
 
+    @property
+    def convolves(self) -> bool:
+        """Whether there are convolutions."""
+        return any(isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) for layer in self._module.modules())
+
     def head_path(self) -> str:
         """Path of the smallest submodule that holds all sampled parameters; empty if that is the model."""
         levels = zip(*(alias.split(".")[:-1] for _, _, _, alias in self._sampled_places), strict=False)
